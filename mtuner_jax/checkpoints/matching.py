@@ -1,0 +1,114 @@
+"""Whether a checkpoint holds the tensors that a model wants, and what it lacks."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from mtuner_jax.checkpoints import placing, safetensors_files, sources
+
+# Tensors of older files that are computed, not learned.
+_COMPUTED = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+# A second copy of a tied table is fine as long as it is one.
+_COPIES = {"lm_head.weight": "model.embed_tokens.weight"}
+_ROWS_AT_A_TIME = 4096
+Params = dict[str, Any]
+
+
+class ImportMismatchError(ValueError):
+    """Tensors missing, unexpected or of another shape than the model wants."""
+
+
+def check(
+    source: sources.TensorSource,
+    names: Sequence[sources.HfName],
+    abstract_params: Params,
+) -> None:
+    """Compares names, shapes and dtypes, all from headers.
+
+    Raises:
+      ImportMismatchError: Everything missing, unexpected or misshapen, by count and
+        first few names.
+    """
+    infos = source.infos()
+    wanted = {name.name: name for name in names}
+    _check_tree(names, abstract_params)
+    extra = {name for name in infos if name not in wanted and not _COMPUTED.match(name)}
+    copies = {
+        name
+        for name in extra
+        if _COPIES.get(name) in wanted and _equal(source, name, _COPIES[name])
+    }
+    problems = {
+        "missing": [name for name in wanted if name not in infos],
+        "unexpected": sorted(extra - copies),
+        "misshapen": [
+            f"{name} {list(infos[name].shape)} instead of {list(want.shape)}"
+            for name, want in wanted.items()
+            if name in infos and infos[name].shape != want.shape
+        ],
+        "of an unsupported dtype": [
+            f"{name} {infos[name].dtype}"
+            for name in wanted
+            if name in infos and infos[name].dtype not in safetensors_files.FLOAT_DTYPES
+        ],
+    }
+    found = [
+        f"{len(items)} {kind} ({listing(items)})"
+        for kind, items in problems.items()
+        if items
+    ]
+    if found:
+        raise ImportMismatchError(
+            f"the checkpoint does not fit the model of its config: of {len(wanted)} "
+            f"tensors wanted and {len(infos)} found, {'; '.join(found)}"
+            + _advice(problems)
+        )
+
+
+def _advice(problems: Mapping[str, Sequence[str]]) -> str:
+    unexpected = problems["unexpected"]
+    if problems["missing"] == ["lm_head.weight"]:
+        return ". Without an output head, config.json needs tie_word_embeddings=true"
+    if unexpected == ["lm_head.weight"]:
+        return (
+            ". lm_head.weight differs from the embedding although config.json says "
+            "tie_word_embeddings=true; set it to false"
+        )
+    if any("lora_" in name for name in unexpected):
+        return ". These look like adapters; point at the base model instead"
+    return ". Check that config.json and the weights are of the same model"
+
+
+def _check_tree(names: Iterable[sources.HfName], abstract_params: Params) -> None:
+    """Our own invariant: the name table and the tree speak of the same arrays."""
+    paths = {name.path for name in names}
+    leaves, _ = jax.tree.flatten_with_path(abstract_params)
+    ours = {tuple(key.key for key in path): leaf for path, leaf in leaves}
+    assert paths == ours.keys(), sorted(paths ^ ours.keys())
+    for name in names:
+        shape, _ = placing.hf_placement(name, ours[name.path])
+        fits = shape[1:] == name.shape[1:] and (
+            shape[0] >= name.shape[0] if name.padded else shape == name.shape
+        )
+        assert fits, (name, ours[name.path])
+
+
+def _equal(source: sources.TensorSource, name: str, other: str) -> bool:
+    shape = source.infos()[name].shape
+    if other not in source.infos() or source.infos()[other].shape != shape:
+        return False
+    for start in range(0, shape[0], _ROWS_AT_A_TIME):
+        rows = slice(start, min(start + _ROWS_AT_A_TIME, shape[0]))
+        box = (rows, *(slice(0, size) for size in shape[1:]))
+        if not np.array_equal(source.read(name, box), source.read(other, box)):
+            return False
+    return True
+
+
+def listing(items: Sequence[str], count: int = 5) -> str:
+    """Joins the first few items, with dots where more follow."""
+    more = ", ..." if len(items) > count else ""
+    return ", ".join(items[:count]) + more
