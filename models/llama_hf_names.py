@@ -66,7 +66,7 @@ def tensors(config: llama_configs.LlamaConfig) -> tuple[HfTensor, ...]:
     return tuple(outer)
 
 
-def linears(config: llama_configs.LlamaConfig) -> dict[str, tuple[int, int, bool]]:
+def _linears(config: llama_configs.LlamaConfig) -> dict[str, tuple[int, int, bool]]:
     """Gives (in, out, has a bias) of each linear module of a layer."""
     d, f = config.hidden_size, config.intermediate_size
     q = config.num_heads * config.head_dim
@@ -85,7 +85,7 @@ def linears(config: llama_configs.LlamaConfig) -> dict[str, tuple[int, int, bool
 def _layer(config: llama_configs.LlamaConfig, layer: int) -> list[HfTensor]:
     prefix = f"model.layers.{layer}"
     found = []
-    for module, (in_dim, out_dim, bias) in linears(config).items():
+    for module, (in_dim, out_dim, bias) in _linears(config).items():
         found.append(
             HfTensor(
                 name=f"{prefix}.{module}.weight",
