@@ -1,0 +1,1 @@
+"""Decoders in Flax NNX and what ties them to Hugging Face checkpoints."""

@@ -1,0 +1,313 @@
+"""One decoder for Llama 2 and 3, SmolLM2, Qwen2.5 and Mistral, in Flax NNX.
+
+NNX modules describe a layer; `Llama` splits them once into a graph definition and
+exposes pure functions over plain dicts, which is all that engines see.
+
+Letters: B batch, T tokens, D model, N query heads, K kv heads, H head dim, F
+feed-forward, V vocabulary, L layers.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.llama_configs import LlamaConfig, RopeScaling
+from mtuner_jax.adapters import lora
+from mtuner_jax.ops import attention, dropout, lora_linear, remat
+
+Params = dict[str, Any]
+
+
+class Context(NamedTuple):
+    """What all layers share for a batch.
+
+    Attributes:
+      cos_BTH: Rotary cosines, [B, T, H / 2], at least float32.
+      sin_BTH: Rotary sines, likewise.
+      segment_ids: Document of each token, int32 [B, T].
+      places: Where each token comes from, for dropout.
+    """
+
+    cos_BTH: jax.Array
+    sin_BTH: jax.Array
+    segment_ids: jax.Array
+    places: dropout.Places
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * scale, computed in at least float32."""
+
+    def __init__(self, size: int, *, eps: float):
+        self.scale = nnx.Param(jnp.ones(size))
+        self.eps = eps
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """[B, T, D] -> [B, T, D]."""
+        return rms_norm(x_BTD, self.scale[...], eps=self.eps)
+
+
+class Linear(nnx.Module):
+    """A frozen linear that an adapter may sit on; `module` is its name."""
+
+    def __init__(self, module: str, sizes: tuple[int, int], *, bias: bool):
+        self.module = module
+        self.kernel = nnx.Param(jnp.zeros(sizes))
+        self.bias = nnx.Param(jnp.zeros(sizes[1])) if bias else None
+
+    def __call__(
+        self, x_BTD: jax.Array, adapters: lora_linear.LayerAdapters
+    ) -> jax.Array:
+        """[B, T, D] -> [B, T, F]."""
+        lora_weights, drop = adapters.of(self.module)
+        bias = None if self.bias is None else self.bias[...]
+        return lora_linear.apply(
+            x_BTD, self.kernel[...], bias, lora=lora_weights, drop=drop
+        )
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, config: LlamaConfig, spec: attention.Spec):
+        d, h = config.hidden_size, config.head_dim
+        bias, kv = config.attention_bias, config.num_kv_heads * h
+        q = config.num_heads * h
+        self.q_proj = Linear("self_attn.q_proj", (d, q), bias=bias)
+        self.k_proj = Linear("self_attn.k_proj", (d, kv), bias=bias)
+        self.v_proj = Linear("self_attn.v_proj", (d, kv), bias=bias)
+        self.o_proj = Linear("self_attn.o_proj", (q, d), bias=config.attention_out_bias)
+        self.head_dim, self.spec = h, spec
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        adapters: lora_linear.LayerAdapters,
+        context: Context,
+        tape: remat.Tape,
+    ) -> jax.Array:
+        """[B, T, D] -> [B, T, D]."""
+        heads = (*x_BTD.shape[:2], -1, self.head_dim)
+        q = rotate(self.q_proj(x_BTD, adapters).reshape(heads), context)
+        k = rotate(self.k_proj(x_BTD, adapters).reshape(heads), context)
+        v = self.v_proj(x_BTD, adapters).reshape(heads)
+        q = tape.keep("query", q)
+        k = tape.keep("key", k)
+        v = tape.keep("value", v)
+        ids = context.segment_ids
+        out_BTNH = tape.keep_pair(
+            "attention",
+            lambda: attention.attend(q, k, v, ids, self.spec),
+            lambda *saved: attention.attend_saved(q, k, v, ids, saved, self.spec),
+        )
+        return self.o_proj(out_BTNH.reshape(*x_BTD.shape[:2], -1), adapters)
+
+
+class MLP(nnx.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: LlamaConfig):
+        d, f, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = Linear("mlp.gate_proj", (d, f), bias=bias)
+        self.up_proj = Linear("mlp.up_proj", (d, f), bias=bias)
+        self.down_proj = Linear("mlp.down_proj", (f, d), bias=bias)
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        adapters: lora_linear.LayerAdapters,
+        tape: remat.Tape,
+    ) -> jax.Array:
+        """[B, T, D] -> [B, T, D]."""
+        gate = tape.keep("gate", self.gate_proj(x_BTD, adapters))
+        up = tape.keep("up", self.up_proj(x_BTD, adapters))
+        return self.down_proj(jax.nn.silu(gate) * up, adapters)
+
+
+class DecoderLayer(nnx.Module):
+    """Attention and MLP, each behind a norm and beside a residual."""
+
+    def __init__(self, config: LlamaConfig, spec: attention.Spec):
+        eps = config.rms_norm_eps
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=eps)
+        self.self_attn = Attention(config, spec)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=eps)
+        self.mlp = MLP(config)
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        adapters: lora_linear.LayerAdapters,
+        context: Context,
+        tape: remat.Tape,
+    ) -> jax.Array:
+        """[B, T, D] -> [B, T, D]."""
+        normed = self.input_layernorm(x_BTD)
+        x_BTD = x_BTD + self.self_attn(normed, adapters, context, tape)
+        normed = self.post_attention_layernorm(x_BTD)
+        return x_BTD + self.mlp(normed, adapters, tape)
+
+
+class Llama:
+    """The decoder as pure functions (`engines.protocols.Decoder`)."""
+
+    def __init__(self, config: LlamaConfig, *, attention_implementation: str = "xla"):
+        self.config = config
+        spec = attention.Spec(
+            implementation=attention_implementation, window=config.sliding_window
+        )
+        layer = nnx.eval_shape(lambda: DecoderLayer(config, spec))
+        self._graph, state = nnx.split(layer)
+        self._layer_shapes = _flatten(nnx.to_pure_dict(state))
+
+    @property
+    def num_layers(self) -> int:
+        """Layers in the stack."""
+        return self.config.num_layers
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens known to the model."""
+        return self.config.vocab_size
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the whole model, tied embeddings counted once."""
+        return self.config.num_parameters
+
+    def shapes(self) -> Params:
+        """The parameter tree as tuples of sizes, layers stacked."""
+        config = self.config
+        table = (config.vocab_size, config.hidden_size)
+        head: Params = {"norm": {"scale": (config.hidden_size,)}}
+        if not config.tie_word_embeddings:
+            head["table"] = table
+        layers = {
+            name: {
+                leaf: (config.num_layers, *value.shape)
+                for leaf, value in leaves.items()
+            }
+            for name, leaves in self._layer_shapes.items()
+        }
+        return {"embed": {"table": table}, "layers": layers, "head": head}
+
+    def linears(self) -> tuple[lora.Linear, ...]:
+        """The linears of a layer, in the order they run."""
+        order = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj")
+        found = {
+            name.rpartition(".")[2]: lora.Linear(
+                module=name,
+                in_dim=leaves["kernel"].shape[0],
+                out_dim=leaves["kernel"].shape[1],
+            )
+            for name, leaves in self._layer_shapes.items()
+            if "kernel" in leaves
+        }
+        return tuple(found[leaf] for leaf in (*order, "down_proj"))
+
+    def context(self, batch: Any) -> Context:
+        """Rotary angles, segments and places of a batch."""
+        inverse_H = inverse_frequencies(self.config)
+        angles = batch.positions[:, :, None].astype(jnp.float32) * inverse_H
+        return Context(
+            cos_BTH=jnp.cos(angles),
+            sin_BTH=jnp.sin(angles),
+            segment_ids=batch.segment_ids,
+            places=dropout.Places(batch.sample_ids, batch.positions),
+        )
+
+    def embed(self, table_VD: jax.Array, ids_BT: jax.Array) -> jax.Array:
+        """[B, T] -> [B, T, D]."""
+        return jnp.take(table_VD, ids_BT, axis=0)
+
+    def layer(
+        self,
+        weights: Params,
+        adapters: lora_linear.LayerAdapters,
+        x_BTD: jax.Array,
+        *,
+        context: Context,
+        tape: remat.Tape,
+    ) -> jax.Array:
+        """One decoder layer, [B, T, D] -> [B, T, D]."""
+        module = nnx.merge(self._graph, nnx.State(_nest(weights)))
+        return module(x_BTD, adapters, context, tape)
+
+    def final_norm(self, norm: Params, x_BTD: jax.Array) -> jax.Array:
+        """The norm before the head, [B, T, D] -> [B, T, D]."""
+        return rms_norm(x_BTD, norm["scale"], eps=self.config.rms_norm_eps)
+
+
+def rms_norm(x_BTD: jax.Array, scale_D: jax.Array, *, eps: float) -> jax.Array:
+    """x / sqrt(mean(x^2) + eps) * scale; the quotient in at least float32."""
+    wide = x_BTD.astype(jnp.promote_types(x_BTD.dtype, jnp.float32))
+    mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+    normed = (wide * jax.lax.rsqrt(mean + eps)).astype(x_BTD.dtype)
+    return normed * scale_D[None, None, :]
+
+
+def rotate(x_BTNH: jax.Array, context: Context) -> jax.Array:
+    """Rotary positions in Hugging Face's half-rotation layout, [B, T, N, H]."""
+    wide = jnp.promote_types(x_BTNH.dtype, jnp.float32)
+    cos = context.cos_BTH[:, :, None, :].astype(wide)
+    sin = context.sin_BTH[:, :, None, :].astype(wide)
+    first, second = jnp.split(x_BTNH.astype(wide), 2, axis=-1)
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    return jnp.concatenate(rotated, axis=-1).astype(x_BTNH.dtype)
+
+
+def inverse_frequencies(config: LlamaConfig) -> jax.Array:
+    """Rotary frequencies, float32 [1, 1, H / 2]."""
+    exponents = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
+    inverse_H = 1.0 / (jnp.float32(config.rope_theta) ** exponents)
+    if config.rope_scaling is not None:
+        inverse_H = _llama3_frequencies(inverse_H, config.rope_scaling)
+    return inverse_H[None, None, :]
+
+
+def _llama3_frequencies(inverse_H: jax.Array, scaling: RopeScaling) -> jax.Array:
+    """Slows down long wavelengths, as Llama 3.1's reference code does."""
+    old_length = scaling.original_max_position_embeddings
+    wavelengths = 2.0 * math.pi / inverse_H
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    smooth = (old_length / wavelengths - low) / (high - low)
+    blended = (1.0 - smooth) * inverse_H / scaling.factor + smooth * inverse_H
+    slowed = jnp.where(
+        wavelengths > old_length / low, inverse_H / scaling.factor, inverse_H
+    )
+    between = (wavelengths <= old_length / low) & (wavelengths >= old_length / high)
+    return jnp.where(between, blended, slowed)
+
+
+def with_attention(model: Llama, implementation: str) -> Llama:
+    """The same decoder with another attention implementation."""
+    return Llama(
+        dataclasses.replace(model.config), attention_implementation=implementation
+    )
+
+
+def _flatten(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """{"self_attn": {"q_proj": {"kernel": x}}} -> {"self_attn.q_proj": ...}."""
+    flat = {}
+    for name, child in state.items():
+        if any(isinstance(value, Mapping) for value in child.values()):
+            for inner, leaves in _flatten(child).items():
+                flat[f"{name}.{inner}"] = leaves
+        else:
+            flat[name] = dict(child)
+    return flat
+
+
+def _nest(flat: Mapping[str, Mapping[str, Any]]) -> Params:
+    nested: Params = {}
+    for name, leaves in flat.items():
+        *parents, last = name.split(".")
+        node = nested
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = dict(leaves)
+    return nested

@@ -1,0 +1,186 @@
+"""The shape of a Llama-family decoder, read from a Hugging Face `config.json`."""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+FAMILIES = ("llama", "qwen2", "mistral")
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "mistral": "MistralForCausalLM",
+}
+
+
+class ModelConfigError(ValueError):
+    """A `config.json` that this decoder cannot represent."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Llama 3's stretched rotary frequencies (`rope_type: llama3`)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    """Sizes and switches of one decoder.
+
+    Attributes:
+      family: `llama`, `qwen2` (bias on q, k, v) or `mistral`.
+      sliding_window: Tokens a position may look back over; 0 means all.
+      rope_scaling: None means plain rotary frequencies.
+    """
+
+    family: str = "llama"
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    max_position_embeddings: int = 4096
+    sliding_window: int = 0
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+
+    def __post_init__(self):
+        if self.num_heads % self.num_kv_heads:
+            raise ModelConfigError(
+                f"num_attention_heads={self.num_heads} must be a multiple of "
+                f"num_key_value_heads={self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ModelConfigError(f"head_dim={self.head_dim} must be even for rotary")
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the whole decoder; tied embeddings count once."""
+        d, h = self.hidden_size, self.head_dim
+        q, kv = self.num_heads * h, self.num_kv_heads * h
+        layer = d * (2 * q + 2 * kv) + 3 * d * self.intermediate_size + 2 * d
+        layer += (q + 2 * kv) * self.attention_bias + d * self.attention_out_bias
+        layer += (2 * self.intermediate_size + d) * self.mlp_bias
+        tables = 1 if self.tie_word_embeddings else 2
+        return self.num_layers * layer + tables * self.vocab_size * d + d
+
+
+def from_file(path: pathlib.Path) -> LlamaConfig:
+    """Reads a Hugging Face `config.json`."""
+    return from_hf(json.loads(path.read_text()))
+
+
+def from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
+    """Translates the content of a Hugging Face `config.json`.
+
+    Both spellings of the rotary settings are taken: `rope_theta` + `rope_scaling`
+    (files on the hub) and `rope_parameters` (written by transformers 5).
+
+    Raises:
+      ModelConfigError: An architecture, rotary type or activation that is not
+        implemented, or a size that is missing.
+    """
+    family = hf.get("model_type", "")
+    if family not in FAMILIES:
+        raise ModelConfigError(
+            f"model_type={family!r} is not supported; supported: {', '.join(FAMILIES)}"
+        )
+    activation = hf.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ModelConfigError(f"hidden_act={activation!r}: only 'silu' is implemented")
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    missing = [name for name in (*sizes, "num_attention_heads") if name not in hf]
+    if missing:
+        raise ModelConfigError(f"config.json lacks {', '.join(missing)}")
+    num_heads = hf["num_attention_heads"]
+    attention_bias = bool(hf.get("attention_bias", False))
+    theta, scaling = _rope(hf)
+    return LlamaConfig(
+        family=family,
+        vocab_size=hf["vocab_size"],
+        hidden_size=hf["hidden_size"],
+        intermediate_size=hf["intermediate_size"],
+        num_layers=hf["num_hidden_layers"],
+        num_heads=num_heads,
+        num_kv_heads=hf.get("num_key_value_heads") or num_heads,
+        head_dim=hf.get("head_dim") or hf["hidden_size"] // num_heads,
+        rms_norm_eps=hf.get("rms_norm_eps", 1e-6),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        max_position_embeddings=hf.get("max_position_embeddings", 2048),
+        sliding_window=_sliding_window(hf, family),
+        tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
+        attention_bias=attention_bias or family == "qwen2",
+        attention_out_bias=attention_bias and family == "llama",
+        mlp_bias=bool(hf.get("mlp_bias", False)) and family == "llama",
+    )
+
+
+def to_hf(config: LlamaConfig) -> dict[str, Any]:
+    """Writes the same shape as a `config.json`, in the spelling every reader knows."""
+    hf: dict[str, Any] = {
+        "architectures": [_ARCHITECTURES[config.family]],
+        "model_type": config.family,
+        "hidden_act": "silu",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "max_position_embeddings": config.max_position_embeddings,
+        "tie_word_embeddings": config.tie_word_embeddings,
+    }
+    if config.rope_scaling is not None:
+        hf["rope_scaling"] = {
+            "rope_type": "llama3",
+            **dataclasses.asdict(config.rope_scaling),
+        }
+    if config.family == "llama":
+        hf["attention_bias"] = config.attention_bias
+        hf["mlp_bias"] = config.mlp_bias
+    if config.family == "mistral":
+        hf["sliding_window"] = config.sliding_window or None
+    return hf
+
+
+def _rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    parameters = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    theta = parameters.pop("rope_theta", None) or hf.get("rope_theta") or 10000.0
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind == "default":
+        return float(theta), None
+    if kind != "llama3":
+        raise ModelConfigError(
+            f"rope_type={kind!r} is not implemented; supported: 'default', 'llama3'"
+        )
+    names = [field.name for field in dataclasses.fields(RopeScaling)]
+    missing = [name for name in names if name not in parameters]
+    if missing:
+        raise ModelConfigError(f"rope_type 'llama3' lacks {', '.join(missing)}")
+    return float(theta), RopeScaling(**{name: parameters[name] for name in names})
+
+
+def _sliding_window(hf: Mapping[str, Any], family: str) -> int:
+    if family == "llama" or (family == "qwen2" and not hf.get("use_sliding_window")):
+        return 0
+    if family == "qwen2":
+        raise ModelConfigError(
+            "use_sliding_window=true (a window in some layers only) is not implemented"
+        )
+    return hf.get("sliding_window") or 0

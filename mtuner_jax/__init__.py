@@ -1,0 +1,1 @@
+"""mtuner-jax: LoRA fine-tuning on several GPUs with planned memory."""

@@ -1,0 +1,1 @@
+"""Low-rank adapters: which linears they sit on, their scaling, their state."""

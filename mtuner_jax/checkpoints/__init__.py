@@ -1,0 +1,1 @@
+"""Weights in, adapters out, and resumable run checkpoints."""

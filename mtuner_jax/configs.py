@@ -1,0 +1,234 @@
+"""What a run is asked to do, as frozen dataclasses that check themselves.
+
+Names are the ones users know from Hugging Face (`learning_rate`, `max_steps`) and
+PEFT (`lora.r`, `lora.lora_alpha`). `training.cli` parses YAML and flags into them;
+nothing below ever sees a dict or a string flag.
+"""
+
+import dataclasses
+import enum
+
+
+class ConfigError(ValueError):
+    """A setting the user has to change; the text says which and to what."""
+
+
+class Platform(enum.StrEnum):
+    """Where the run executes: found by itself, or asked for."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    GPU = "gpu"
+
+
+class TrainOn(enum.StrEnum):
+    """Which tokens of a sample carry loss."""
+
+    AUTO = "auto"
+    ASSISTANT = "assistant"
+    COMPLETION = "completion"
+    ALL = "all"
+
+
+class Overlong(enum.StrEnum):
+    """What happens to a sample longer than `max_length`."""
+
+    TRUNCATE = "truncate"
+    DROP = "drop"
+    ERROR = "error"
+
+
+class OnBadSample(enum.StrEnum):
+    """What happens at a line that cannot be used."""
+
+    ERROR = "error"
+    SKIP = "skip"
+
+
+def _require(condition: bool, text: str) -> None:  # noqa: FBT001
+    if not condition:
+        raise ConfigError(text)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters, named and defined as in PEFT.
+
+    Attributes:
+      r: Rank of the update; adapters are A [in, r] and B [r, out].
+      lora_alpha: Numerator of the scaling, alpha / r (or alpha / sqrt(r)).
+      lora_dropout: Probability of zeroing an element of an adapter's input.
+      target_modules: Module names (leaf, such as q_proj, or dotted suffix), one
+        regular expression that must match a whole module path, or `all-linear`.
+      use_rslora: Scale by alpha / sqrt(r) instead of alpha / r.
+      rank_pattern: Regular expression on module paths -> its own rank.
+      alpha_pattern: Regular expression on module paths -> its own alpha.
+    """
+
+    r: int = 16
+    lora_alpha: float = 32.0
+    lora_dropout: float = 0.0
+    target_modules: str | tuple[str, ...] = "all-linear"
+    use_rslora: bool = False
+    rank_pattern: dict[str, int] = dataclasses.field(default_factory=dict)
+    alpha_pattern: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        _require(self.r >= 1, f"lora.r={self.r} must be at least 1")
+        _require(
+            0.0 <= self.lora_dropout < 1.0,
+            f"lora.lora_dropout={self.lora_dropout} must be in [0, 1)",
+        )
+        for pattern, rank in self.rank_pattern.items():
+            _require(rank >= 1, f"lora.rank_pattern[{pattern!r}]={rank}: at least 1")
+        _require(bool(self.target_modules), "lora.target_modules is empty")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DatasetConfig:
+    """Where samples come from and how a line becomes tokens and loss mask.
+
+    Attributes:
+      path: JSONL file or files; empty means the instruction set that ships.
+      format: `auto`, `messages`, `prompt_completion` or `alpaca`.
+      train_on: Tokens with loss; `auto` means the assistant's or completion's.
+      chat_template: Jinja file that replaces the tokenizer's own template.
+      overlong: What to do with samples longer than `max_length`.
+      on_bad_sample: Stop at an unusable line, or skip and count it.
+    """
+
+    path: tuple[str, ...] = ()
+    format: str = "auto"
+    train_on: TrainOn = TrainOn.AUTO
+    chat_template: str = ""
+    overlong: Overlong = Overlong.TRUNCATE
+    on_bad_sample: OnBadSample = OnBadSample.ERROR
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW and its schedule, counted in optimizer steps.
+
+    Attributes:
+      warmup_steps: Steps of linear warm-up; below 1 it is a share of all steps.
+      lr_scheduler_type: `linear`, `cosine`, `constant` or `constant_with_warmup`.
+      max_grad_norm: Global norm to which gradients are clipped; 0 switches it off.
+    """
+
+    learning_rate: float = 2e-4
+    lr_scheduler_type: str = "cosine"
+    warmup_steps: float = 0.03
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+    max_grad_norm: float = 1.0
+
+    def __post_init__(self):
+        schedules = ("linear", "cosine", "constant", "constant_with_warmup")
+        _require(
+            self.lr_scheduler_type in schedules,
+            f"lr_scheduler_type={self.lr_scheduler_type!r}: one of {schedules}",
+        )
+        _require(self.learning_rate > 0, f"learning_rate={self.learning_rate}: above 0")
+        _require(self.warmup_steps >= 0, f"warmup_steps={self.warmup_steps}: from 0")
+        _require(self.max_grad_norm >= 0, f"max_grad_norm={self.max_grad_norm}: from 0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig(OptimizerConfig):
+    """One training run.
+
+    Attributes:
+      model: Local Hugging Face folder, GGUF file, hub id, or the name of a shape
+        in `models.llama_sizes` (with `random_init`); empty is the default model.
+      random_init: Random weights of the model's shape, for benchmarks.
+      mesh: Preset (`pcie8`, `nvlink8`, ...), `auto`, or sizes such as `2x2x2`.
+      platform: Where to run; `auto` finds out.
+      dtype: `auto` (bfloat16 on GPUs, float32 on CPUs), `float32`, `bfloat16`.
+      attention: `auto`, `xla` or `cudnn`.
+      plan: `fsdp` (nothing kept), `replicated`, or a plan's JSON file.
+      max_length: Tokens in a row.
+      packing: Several samples in a row, best fit, without seeing each other.
+      val_size: Held-out share (below 1) or number of samples; 0 for none.
+      eval_dataset: JSONL to evaluate on instead of a held-out part.
+      global_batch_size: Rows in an optimizer step; 0 means
+        per_device_train_batch_size x gradient_accumulation_steps x devices.
+      max_steps: Optimizer steps; 0 means `num_train_epochs` decides.
+      save_steps: Optimizer steps between checkpoints; 0 saves at the end only.
+      eval_steps: Optimizer steps between evaluations; 0 evaluates at the end only.
+      resume_from_checkpoint: `auto`, `none`, or a checkpoint's folder.
+      report_to: `tensorboard` or `none`; metrics.jsonl is always written.
+      deterministic: On GPUs, slower kernels that repeat bit for bit.
+    """
+
+    model: str = ""
+    random_init: bool = False
+    mesh: str = "auto"
+    platform: Platform = Platform.AUTO
+    dtype: str = "auto"
+    attention: str = "auto"
+    plan: str = "fsdp"
+    output_dir: str = "runs/default"
+    lora: LoraConfig = LoraConfig()
+    dataset: DatasetConfig = DatasetConfig()
+    max_length: int = 1024
+    packing: bool = True
+    val_size: float = 0.0
+    eval_dataset: tuple[str, ...] = ()
+    per_device_train_batch_size: int = 1
+    gradient_accumulation_steps: int = 1
+    global_batch_size: int = 0
+    num_train_epochs: float = 1.0
+    max_steps: int = 0
+    logging_steps: int = 1
+    save_steps: int = 0
+    save_total_limit: int = 3
+    eval_steps: int = 0
+    max_eval_batches: int = 0
+    eval_on_start: bool = False
+    resume_from_checkpoint: str = "auto"
+    report_to: str = "tensorboard"
+    plot_loss: bool = True
+    deterministic: bool = False
+    seed: int = 42
+
+    def __post_init__(self):
+        super().__post_init__()
+        positive = (
+            "max_length",
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
+            "logging_steps",
+            "save_total_limit",
+        )
+        for name in positive:
+            value = getattr(self, name)
+            _require(value >= 1, f"{name}={value} must be at least 1")
+        not_negative = (
+            "global_batch_size",
+            "max_steps",
+            "save_steps",
+            "eval_steps",
+            "max_eval_batches",
+            "val_size",
+        )
+        for name in not_negative:
+            value = getattr(self, name)
+            _require(value >= 0, f"{name}={value} must not be negative")
+        _require(
+            self.max_steps > 0 or self.num_train_epochs > 0,
+            f"max_steps={self.max_steps} and num_train_epochs={self.num_train_epochs}: "
+            "one of them must be above 0",
+        )
+        for name, allowed in (
+            ("dtype", ("auto", "float32", "bfloat16")),
+            ("attention", ("auto", "xla", "cudnn")),
+            ("report_to", ("tensorboard", "none")),
+        ):
+            value = getattr(self, name)
+            _require(value in allowed, f"{name}={value!r}: one of {allowed}")
+        _require(
+            not (self.eval_dataset and self.val_size),
+            "eval_dataset and val_size are both set; choose one",
+        )

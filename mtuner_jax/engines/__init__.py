@@ -1,0 +1,1 @@
+"""Builders of jitted steps from (model, plan, mesh, optimizer)."""

@@ -1,0 +1,1 @@
+"""Pure array functions, each kernel beside its plain-JAX reference."""

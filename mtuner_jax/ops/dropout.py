@@ -1,0 +1,88 @@
+"""Dropout whose mask depends on the sample and place, never on shape or device.
+
+An element's fate is a hash of (seed, adapter, module, layer, step) as the key and
+(sample id, position, feature) as the counter, so every plan, packing, batch cut and
+mesh draws the same mask. The hash is Threefry-2x32 (Salmon et al., SC'11), the
+one JAX uses, written with array operations that fuse with their surroundings.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+
+
+class Key(NamedTuple):
+    """Two uint32 scalars."""
+
+    high: jax.Array
+    low: jax.Array
+
+
+class Places(NamedTuple):
+    """Where each token comes from, both int32 [B, T]."""
+
+    sample_ids: jax.Array
+    positions: jax.Array
+
+
+def key(seed: int) -> Key:
+    """The root key of a run."""
+    value = seed % 2**64
+    return Key(jnp.uint32(value >> 32), jnp.uint32(value & 0xFFFFFFFF))
+
+
+def fold_in(parent: Key, data: jax.Array | int) -> Key:
+    """Derives a key; `data` is an integer or a scalar array."""
+    word = jnp.asarray(data).astype(jnp.uint32)
+    return Key(*threefry_2x32(parent, jnp.uint32(0x6D74756E), word))
+
+
+def stable_hash(text: str) -> int:
+    """FNV-1a, 32 bits: a name as a number, the same in every process."""
+    value = 2166136261
+    for byte in text.encode():
+        value = (value ^ byte) * 16777619 % 2**32
+    return value
+
+
+def threefry_2x32(
+    keys: Key, count_0: jax.Array, count_1: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Threefry-2x32 with 20 rounds, elementwise over two uint32 counters."""
+    ks = (keys.high, keys.low, keys.high ^ keys.low ^ jnp.uint32(0x1BD11BDA))
+    x_0, x_1 = count_0 + ks[0], count_1 + ks[1]
+    for block in range(5):
+        for rotation in _ROTATIONS[block % 2]:
+            x_0 = x_0 + x_1
+            x_1 = (x_1 << rotation) | (x_1 >> (32 - rotation))
+            x_1 = x_1 ^ x_0
+        x_0 = x_0 + ks[(block + 1) % 3]
+        x_1 = x_1 + ks[(block + 2) % 3] + jnp.uint32(block + 1)
+    return x_0, x_1
+
+
+def keep_mask(
+    keys: Key, places: Places, *, num_features: int, rate: float
+) -> jax.Array:
+    """Which elements survive.
+
+    Returns:
+      bool [B, T, num_features], True with probability 1 - rate.
+    """
+    half = (num_features + 1) // 2
+    features = jnp.arange(half, dtype=jnp.uint32)
+    positions = places.positions.astype(jnp.uint32)[:, :, None]
+    count_0 = places.sample_ids.astype(jnp.uint32)[:, :, None]
+    count_1 = positions * jnp.uint32(half) + features[None, None, :]
+    words = threefry_2x32(keys, count_0, count_1)
+    bits = jnp.concatenate(words, axis=-1)[:, :, :num_features]
+    return bits >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
+
+
+def apply(x_BTD: jax.Array, keys: Key, places: Places, *, rate: float) -> jax.Array:
+    """Zeroes elements with probability `rate` and scales the rest by 1/(1 - rate)."""
+    keep = keep_mask(keys, places, num_features=x_BTD.shape[-1], rate=rate)
+    return jnp.where(keep, x_BTD / (1.0 - rate), jnp.zeros_like(x_BTD))

@@ -1,0 +1,1 @@
+"""What a step holds, when, and for how long; numpy only, no JAX."""

@@ -1,0 +1,89 @@
+"""Logical dims of arrays -> mesh axes, checked; never silently replicated.
+
+A weight's rows are stored with the slowest mesh axis minor, so that gathering over
+the slowest link first joins neighbouring rows and what remains to be gathered stays
+on faster links.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mtuner_jax.configs import ConfigError
+
+# Logical dims of a parameter by the name of its leaf, without the layers' dim.
+LOGICAL_DIMS: dict[str, tuple[str | None, ...]] = {
+    "kernel": ("weight_rows", None),
+    "table": ("vocab_rows", None),
+    "bias": (None,),
+    "scale": (None,),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AxisRules:
+    """Mesh axes for each logical dim, slowest link last; () means replicated."""
+
+    batch: tuple[str, ...] = ()
+    weight_rows: tuple[str, ...] = ()
+    vocab_rows: tuple[str, ...] = ()
+
+    def spec(self, *dims: str | None) -> P:
+        """The PartitionSpec of an array with these logical dims.
+
+        Raises:
+          ValueError: Two dims that map to one mesh axis.
+        """
+        axes = [getattr(self, dim) if dim else () for dim in dims]
+        used = [axis for group in axes for axis in group]
+        if len(set(used)) != len(used):
+            raise ValueError(
+                f"dims {dims} map to {axes}: a mesh axis may shard only one dim"
+            )
+        return P(*(group or None for group in axes))
+
+
+def rules(axes: Sequence[str], *, rest_axes: int) -> AxisRules:
+    """Rules for weights held over the `rest_axes` slowest axes.
+
+    Args:
+      axes: All mesh axes, slowest link first.
+      rest_axes: How many of them, from the slowest, a weight is not split over.
+    """
+    split = tuple(reversed(axes[rest_axes:]))
+    every = tuple(reversed(axes))
+    return AxisRules(batch=tuple(axes), weight_rows=split, vocab_rows=every)
+
+
+def is_sharded(leaf: str) -> bool:
+    """Whether a parameter of this name is split over devices at all."""
+    return any(LOGICAL_DIMS[leaf])
+
+
+def parameter(
+    leaf: str, *, axis_rules: AxisRules, stacked: bool, mesh: jax.sharding.Mesh
+) -> NamedSharding:
+    """The sharding of a parameter; stacked ones have a leading dim of layers."""
+    dims = LOGICAL_DIMS[leaf]
+    return NamedSharding(mesh, axis_rules.spec(*((None, *dims) if stacked else dims)))
+
+
+def check_divides(name: str, shape: Sequence[int], sharding: NamedSharding) -> None:
+    """Refuses a size that its mesh axes do not divide.
+
+    Raises:
+      ConfigError: It names array, dim, size and axes.
+    """
+    for dim, (size, group) in enumerate(zip(shape, sharding.spec, strict=False)):
+        names = (group,) if isinstance(group, str) else tuple(group or ())
+        devices = math.prod(sharding.mesh.shape[axis] for axis in names)
+        if size % devices:
+            raise ConfigError(
+                f"{name}: dim {dim} of size {size} can't be split over the {devices} "
+                f"devices of mesh axes {', '.join(names)}; use a mesh whose size "
+                f"divides {size}"
+            )

@@ -1,0 +1,1 @@
+"""The edge: configuration, data, metrics and the training loop."""
