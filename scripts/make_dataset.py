@@ -71,8 +71,9 @@ BOILERPLATE = re.compile(
 NOTICE = """# Licence of {file}
 
 The answers in `{file}` are excerpts of docstrings
-of the Python standard library, version {version}; the questions were made by `scripts/make_dataset.py`. Changes:
-docstrings were cut to their first sentences, and their line breaks were joined.
+of the Python standard library, version {version}; the questions were made by
+`scripts/make_dataset.py`. Changes: docstrings were cut to their first sentences, and
+their line breaks were joined.
 
 Python and its docstrings are Copyright (c) Python Software Foundation; All Rights
 Reserved, under the Python Software Foundation License Version 2 (SPDX: PSF-2.0),
