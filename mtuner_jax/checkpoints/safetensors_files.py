@@ -68,6 +68,12 @@ def read_header(path: pathlib.Path) -> dict[str, TensorInfo]:
         ) from error
 
 
+def read_file(path: pathlib.Path) -> dict[str, np.ndarray]:
+    """Reads all tensors of one file."""
+    read_header(path)
+    return safetensors.numpy.load_file(path)
+
+
 class Folder:
     """The tensors of a Hugging Face folder: one file, or shards with an index.
 

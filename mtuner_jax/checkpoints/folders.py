@@ -1,0 +1,80 @@
+"""Folders that are replaced whole: either the old content is there, or the new one."""
+
+import contextlib
+import fnmatch
+import os
+import pathlib
+import shutil
+from collections.abc import Generator, Sequence
+
+
+class FolderError(ValueError):
+    """A folder that must not be replaced."""
+
+
+@contextlib.contextmanager
+def replaced(
+    folder: pathlib.Path, *, owned: Sequence[str]
+) -> Generator[pathlib.Path, None, None]:
+    """Gives an empty folder to fill, which takes the place of `folder` at the end.
+
+    An error inside leaves `folder` as it was. Between two renames at the very end
+    `folder` does not exist; should the machine stop just then, its old content lies
+    beside it under `.<name>.old-<process id>`.
+
+    Args:
+      folder: Folder to create or replace.
+      owned: Patterns of file names that an earlier export may have left there.
+
+    Raises:
+      FolderError: `folder` holds anything else, which would be lost.
+    """
+    foreign = _foreign(folder, owned)
+    if foreign:
+        raise FolderError(
+            f"{folder} holds files that are not of an earlier export "
+            f"({', '.join(foreign[:5])}) and would be lost; choose another folder"
+        )
+    temporary = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        _flush(temporary)
+        _swap(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _foreign(folder: pathlib.Path, owned: Sequence[str]) -> list[str]:
+    if not folder.exists():
+        return []
+    if not folder.is_dir():
+        raise FolderError(f"{folder} is a file; choose another folder")
+    names = sorted(entry.name for entry in folder.iterdir())
+    return [
+        name
+        for name in names
+        if not any(fnmatch.fnmatch(name, pattern) for pattern in owned)
+    ]
+
+
+def _swap(new: pathlib.Path, folder: pathlib.Path) -> None:
+    if not folder.exists() or not any(folder.iterdir()):
+        new.replace(folder)  # an empty folder may be replaced directly
+        return
+    old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
+    folder.rename(old)
+    try:
+        new.rename(folder)
+    except OSError:
+        old.rename(folder)
+        raise
+    shutil.rmtree(old)
+
+
+def _flush(folder: pathlib.Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
