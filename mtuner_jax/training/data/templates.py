@@ -132,7 +132,8 @@ class ChatTemplate:
                     "chat template", "the assistant's message has none before it"
                 )
             head = self.render(messages[:turn], add_generation_prompt=True)
-            whole = self.render(messages[: turn + 1])
+            is_last = turn + 1 == len(messages)
+            whole = text if is_last else self.render(messages[: turn + 1])
             if not (whole.startswith(head) and text.startswith(whole)):
                 raise errors.SampleError(
                     "chat template",
