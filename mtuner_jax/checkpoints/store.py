@@ -183,7 +183,7 @@ def abstract_like(state: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _as_save_error(path: pathlib.Path) -> Generator[None, None, None]:
+def _as_save_error(path: pathlib.Path) -> Generator[None]:
     """Turns what a failed save raises into SaveError with the path."""
     try:
         yield

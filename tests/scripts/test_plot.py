@@ -1,0 +1,41 @@
+import json
+import pathlib
+import subprocess
+import sys
+
+SCRIPT = pathlib.Path(__file__).parents[2] / "scripts" / "plot.py"
+
+
+def plot(*arguments, cwd):
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    return subprocess.run(
+        command,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PYTHONPATH": str(SCRIPT.parents[1])},
+    )
+
+
+def make_run(folder):
+    folder.mkdir()
+    lines = [json.dumps({"step": i, "loss": 2.0 / i}) for i in range(1, 4)]
+    (folder / "metrics.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def test_one_run_gets_its_plot_and_two_are_compared(tmp_path):
+    a = make_run(tmp_path / "a")
+    make_run(tmp_path / "b")
+    done = plot(a, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (a / "training_loss.png").exists()
+    assert plot("a", "b", "--output", "c.png", cwd=tmp_path).returncode == 0
+    assert (tmp_path / "c.png").exists()
+
+
+def test_a_folder_without_losses_is_an_error(tmp_path):
+    done = plot(tmp_path, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "metrics.jsonl holds no losses" in done.stderr
