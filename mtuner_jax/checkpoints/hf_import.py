@@ -23,6 +23,7 @@ Params = dict[str, Any]
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt")
+_OTHER_COPIES = ("*/*", "consolidated*")  # the same weights in other layouts
 _VOLATILE_CONFIG = ("transformers_version", "_name_or_path", "torch_dtype", "dtype")
 _SAMPLE_BYTES = 1 << 20
 
@@ -161,7 +162,10 @@ def _download(model: str, revision: str | None) -> pathlib.Path:
     logger.info("model %s is not a local path, asking the Hugging Face hub", model)
     try:
         folder = huggingface_hub.snapshot_download(
-            model, revision=revision, allow_patterns=list(_HUB_FILES)
+            model,
+            revision=revision,
+            allow_patterns=list(_HUB_FILES),
+            ignore_patterns=list(_OTHER_COPIES),
         )
     except (
         huggingface_hub.errors.HfHubHTTPError,

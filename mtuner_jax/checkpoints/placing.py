@@ -44,25 +44,26 @@ def _read(
     shape, sharding = hf_placement(name, target)
     indices = sharding.addressable_devices_indices_map(shape).values()
     box = _bounding_box([index for index in indices if index is not None], shape)
-    real = tuple(
-        slice(min(side.start, size), min(side.stop, size))
+    stored = tuple(  # at least one row, where this process holds padding only
+        slice(min(side.start, size - 1), min(side.stop, size))
         for side, size in zip(box, name.shape, strict=True)
     )
-    part = source.read(name.name, real)
+    part = source.read(name.name, stored)
 
     def shard(index: sources.Box | None) -> np.ndarray:
         assert index is not None
-        return _padded_part(part, box, index, shape)
+        return _padded_part(part, stored, _explicit(index, shape))
 
     return jax.make_array_from_callback(shape, sharding, shard)
 
 
 def _padded_part(
-    part: np.ndarray, box: sources.Box, index: sources.Box, shape: tuple[int, ...]
+    part: np.ndarray, stored: sources.Box, sides: sources.Box
 ) -> np.ndarray:
-    """Cuts `index` out of the part read for `box`, zero where the file had no rows."""
-    sides = _explicit(index, shape)
-    starts = [side.start - outer.start for side, outer in zip(sides, box, strict=True)]
+    """Cuts `sides` out of the part `stored`, zero where the file had no rows."""
+    starts = [
+        side.start - outer.start for side, outer in zip(sides, stored, strict=True)
+    ]
     sizes = [side.stop - side.start for side in sides]
     cut = part[tuple(slice(a, a + size) for a, size in zip(starts, sizes, strict=True))]
     if cut.shape == tuple(sizes):

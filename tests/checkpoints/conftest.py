@@ -1,12 +1,16 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
-from models import llama_configs, llama_hf_names
+from models import llama, llama_configs, llama_hf_names
+from mtuner_jax.adapters import lora
 from mtuner_jax.checkpoints import safetensors_files
+from mtuner_jax.engines.states import Batch
+from mtuner_jax.ops import lora_linear, remat
 
 DTYPES = {
     "float32": np.float32,
@@ -81,6 +85,36 @@ def abstract_tree(config, *, dtype="float32", num_devices=8, table_rows=None):
     return tree
 
 
+def logits(config, params, ids, *, adapters=None, specs=()):
+    """Logits of our own decoder, [B, T, V]."""
+    model = llama.Llama(config)
+    ones = np.ones_like(ids)
+    positions = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
+    batch = Batch(ids, ids, ones.astype(np.float32), ones, positions, ones)
+    context = model.context(batch)
+    scalings = lora.scaling_arrays(specs)
+    x_BTD = model.embed(params["embed"]["table"], jnp.asarray(ids))
+    for layer in range(config.num_layers):
+        loras = {
+            module: lora_linear.Lora(
+                jnp.asarray(leaf["lora_a"][layer]),
+                jnp.asarray(leaf["lora_b"][layer]),
+                scalings[module][layer],
+            )
+            for module, leaf in (adapters or {}).items()
+        }
+        x_BTD = model.layer(
+            jax.tree.map(lambda a, i=layer: a[i], params["layers"]),
+            lora_linear.LayerAdapters(loras, None),
+            x_BTD,
+            context=context,
+            tape=remat.Tape(),
+        )
+    x_BTD = model.final_norm(params["head"]["norm"], x_BTD)
+    table_VD = params["head"].get("table", params["embed"]["table"])
+    return np.asarray(x_BTD @ table_VD.T)
+
+
 @pytest.fixture
 def tiny():
     """The helpers above, as one object (test modules cannot import each other)."""
@@ -90,5 +124,6 @@ def tiny():
         tensors = staticmethod(random_tensors)
         folder = staticmethod(write_folder)
         abstract = staticmethod(abstract_tree)
+        logits = staticmethod(logits)
 
     return Tiny

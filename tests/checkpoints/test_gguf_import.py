@@ -3,6 +3,8 @@ import pathlib
 import gguf
 import numpy as np
 import pytest
+import torch
+import transformers
 
 from models import llama_configs, llama_hf_names
 from mtuner_jax.checkpoints import gguf_import, hf_import
@@ -199,3 +201,21 @@ def test_packaged_smollm2_has_every_tensor_of_its_config():
     shapes = {t.name: t.shape for t in llama_hf_names.tensors(config)}
     assert {name: info.shape for name, info in source.infos().items()} == shapes
     assert hf_import.base_identity(gguf_import.packaged_smollm2())["files"]
+
+
+@pytest.mark.slow
+def test_packaged_smollm2_has_the_logits_that_transformers_finds(tiny):
+    path = gguf_import.packaged_smollm2()
+    source = gguf_import.GgufFile(path)
+    config = llama_configs.from_hf(source.hf_config())
+    names = llama_hf_names.tensors(config)
+    params = hf_import.load(source, names, tiny.abstract(config))
+    text = "The capital of France is Paris. 2 + 2 = 4, and def f(x): return x"
+    ids = source.tokenizer()(text)["input_ids"]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
+    with torch.no_grad():
+        want = theirs(torch.tensor([ids])).logits.numpy()
+    got = tiny.logits(config, params, np.array([ids], np.int32))
+    assert np.linalg.norm(got - want) <= 1e-4 * np.linalg.norm(want)

@@ -3,7 +3,6 @@ import json
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import peft
 import pytest
@@ -20,11 +19,8 @@ from mtuner_jax.checkpoints import (
     safetensors_files,
 )
 from mtuner_jax.configs import LoraConfig
-from mtuner_jax.engines.states import Batch
-from mtuner_jax.ops import lora_linear, remat
 
 IDS = np.random.default_rng(0).integers(0, 96, (2, 7)).astype(np.int32)
-NO_TARGETS = lora_linear.LayerAdapters({}, None)
 
 
 def load(tiny, config, folder, **abstract):
@@ -62,36 +58,6 @@ def random_adapters(specs, seed=1):
 def resolve(config, lora_config):
     linears = llama.Llama(config).linears()
     return lora.resolve(lora_config, linears, num_layers=config.num_layers)
-
-
-def our_logits(config, params, adapters=None, specs=()):
-    """Logits of our own decoder on IDS, [B, T, V]."""
-    model = llama.Llama(config)
-    ones = np.ones_like(IDS)
-    positions = np.broadcast_to(np.arange(IDS.shape[1], dtype=np.int32), IDS.shape)
-    batch = Batch(IDS, IDS, ones.astype(np.float32), ones, positions, ones)
-    context = model.context(batch)
-    scalings = lora.scaling_arrays(specs)
-    x_BTD = model.embed(params["embed"]["table"], jnp.asarray(IDS))
-    for layer in range(config.num_layers):
-        loras = {
-            module: lora_linear.Lora(
-                jnp.asarray(leaf["lora_a"][layer]),
-                jnp.asarray(leaf["lora_b"][layer]),
-                scalings[module][layer],
-            )
-            for module, leaf in (adapters or {}).items()
-        }
-        x_BTD = model.layer(
-            jax.tree.map(lambda a, i=layer: a[i], params["layers"]),
-            lora_linear.LayerAdapters(loras, None),
-            x_BTD,
-            context=context,
-            tape=remat.Tape(),
-        )
-    x_BTD = model.final_norm(params["head"]["norm"], x_BTD)
-    table_VD = params["head"].get("table", params["embed"]["table"])
-    return np.asarray(x_BTD @ table_VD.T)
 
 
 def torch_logits(model):
@@ -267,8 +233,8 @@ def test_peft_loads_the_adapter_and_gives_the_merged_and_our_logits(
     assert np.linalg.norm(got - base_logits) > 0.1 * np.linalg.norm(base_logits)
 
     params = load(tiny, config, base)
-    assert_close(our_logits(config, params), base_logits)
-    assert_close(our_logits(config, params, adapters, specs), got)
+    assert_close(tiny.logits(config, params, IDS), base_logits)
+    assert_close(tiny.logits(config, params, IDS, adapters=adapters, specs=specs), got)
 
 
 @pytest.mark.parametrize("case", CASES)

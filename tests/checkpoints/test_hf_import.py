@@ -85,6 +85,23 @@ def test_tables_are_padded_with_zero_rows(tiny, tmp_path):
         assert not np.asarray(table)[93:].any()
 
 
+def test_devices_with_nothing_but_padding_get_zeros(tmp_path):
+    x = np.ones((5, 4), np.float32)
+    safetensors_files.write(tmp_path / "model.safetensors", {"x": x})
+    name = llama_hf_names.HfTensor(
+        name="x", path=("x",), layer=None, shape=(5, 4), padded=True
+    )
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    for rows, real in ((8, 5), (16, 5)):
+        target = jax.ShapeDtypeStruct(
+            (rows, 4), np.float32, sharding=jax.NamedSharding(mesh, jax.P("a"))
+        )
+        folder = safetensors_files.Folder(tmp_path)
+        got = np.asarray(hf_import.load(folder, [name], {"x": target})["x"])
+        np.testing.assert_array_equal(got[:real], x)
+        assert not got[real:].any()
+
+
 def test_arrays_may_live_in_host_memory(tiny, tmp_path):
     config = tiny.config()
     tensors = tiny.tensors(config)
