@@ -32,16 +32,14 @@ VARIANTS = {
 }
 
 
-def parameters(model, key, *, dtype):
-    """Random weights in the model's own tree, unsharded; biases and norms too."""
-    shapes = model.shapes()
-    leaves, tree = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, tuple))
-    keys = jax.random.split(key, len(leaves))
-    values = [
-        0.3 * jax.random.normal(k, shape, dtype)
-        for k, shape in zip(keys, leaves, strict=True)
-    ]
-    return jax.tree.unflatten(tree, values)
+def parameters(model, *, dtype, seed=0):
+    """Random numpy weights in the model's own tree; biases and norms too."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda shape: (0.3 * rng.normal(size=shape)).astype(dtype),
+        model.shapes(),
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
 
 
 def batch(rng, *, rows, tokens, vocab_size):
@@ -73,16 +71,19 @@ def adapters(model, **settings):
     return lora.resolve(config, model.linears(), num_layers=model.num_layers)
 
 
-def filled(specs, key):
-    """Adapters whose B is not zero, so that every gradient is alive."""
-    values = lora.init(specs, key)
-    for index, spec in enumerate(specs):
-        b_key = jax.random.fold_in(key, 1000 + index)
-        mask = jnp.arange(spec.max_rank)[None, :] < jnp.asarray(spec.ranks)[:, None]
-        noise = 0.1 * jax.random.normal(
-            b_key, values[spec.module]["lora_b"].shape, jnp.float32
-        )
-        values[spec.module]["lora_b"] = noise * mask[:, :, None]
+def filled(specs, *, dtype, seed=1):
+    """Numpy adapters whose B is not zero, so that every gradient is alive."""
+    rng = np.random.default_rng(seed)
+    values = {}
+    for spec in specs:
+        alive = np.arange(spec.max_rank)[None, :] < np.asarray(spec.ranks)[:, None]
+        layers = len(spec.ranks)
+        a = 0.2 * rng.normal(size=(layers, spec.in_dim, spec.max_rank))
+        b = 0.1 * rng.normal(size=(layers, spec.max_rank, spec.out_dim))
+        values[spec.module] = {
+            "lora_a": (a * alive[:, None, :]).astype(dtype),
+            "lora_b": (b * alive[:, :, None]).astype(dtype),
+        }
     return values
 
 
@@ -109,7 +110,9 @@ class PlainStep:
         for layer in range(model.num_layers):
             loras = {
                 module: lora_linear.Lora(
-                    leaf["lora_a"][layer], leaf["lora_b"][layer], scalings[module][layer]
+                    leaf["lora_a"][layer],
+                    leaf["lora_b"][layer],
+                    scalings[module][layer],
                 )
                 for module, leaf in params.items()
             }
@@ -132,14 +135,18 @@ class PlainStep:
         return total / jnp.maximum(jnp.sum(rows.weights), 1.0).astype(total.dtype)
 
     @functools.cached_property
-    def gradients(self):
-        """(params, weights, rows, step) -> (loss, adapter gradients)."""
-        return jax.jit(jax.value_and_grad(self.loss))
+    def run(self):
+        """(state, weights, rows) -> (new state, loss, gradient norm), jitted."""
 
-    def run(self, state: TrainState, weights, rows):
-        """(new state, loss, gradient norm)."""
-        loss, grads = self.gradients(state.adapters, weights, rows, state.step)
-        updates, opt_state = self.optimizer.update(grads, state.opt_state, state.adapters)
-        params = optax.apply_updates(state.adapters, updates)
-        new_state = TrainState(params, opt_state, state.step + 1)
-        return new_state, loss, optax.tree.norm(grads)
+        def step(state, weights, rows):
+            loss, grads = jax.value_and_grad(self.loss)(
+                state.adapters, weights, rows, state.step
+            )
+            updates, opt_state = self.optimizer.update(
+                grads, state.opt_state, state.adapters
+            )
+            params = optax.apply_updates(state.adapters, updates)
+            new_state = TrainState(params, opt_state, state.step + 1)
+            return new_state, loss, optax.tree.norm(grads)
+
+        return jax.jit(step)

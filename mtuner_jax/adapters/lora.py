@@ -214,6 +214,6 @@ def _check_every_entry_matches(config: LoraConfig, paths: Sequence[str]) -> None
             near = difflib.get_close_matches(entry, leaves, n=1, cutoff=0.5)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(
-                f"lora.{field}: {entry!r} matches no linear of the layers{hint} "
-                f"Available: {', '.join(leaves)}"
+                f"lora.{field}: {entry!r} matches no linear of the layers{hint}; "
+                f"available: {', '.join(leaves)}"
             )

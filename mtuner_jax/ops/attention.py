@@ -196,11 +196,19 @@ def _xla_backward(residuals, grad_BTNH, spec):
         d_scores = d_scores.astype(q.dtype)
         weights = weights.astype(q.dtype)
         dq.append(jnp.einsum("bkgts,bskh->btkgh", d_scores, k))
-        dk = dk.at[:, :end].add(
-            jnp.einsum("bkgts,btkgh->bskh", d_scores, q, preferred_element_type=wide)
+        dk = _add_first(
+            dk,
+            jnp.einsum("bkgts,btkgh->bskh", d_scores, q, preferred_element_type=wide),
         )
-        dv = dv.at[:, :end].add(
-            jnp.einsum("bkgts,btkgh->bskh", weights, grad, preferred_element_type=wide)
+        dv = _add_first(
+            dv,
+            jnp.einsum("bkgts,btkgh->bskh", weights, grad, preferred_element_type=wide),
         )
     d_query = jnp.concatenate(dq, axis=1).reshape(q_BTNH.shape)
     return d_query, dk.astype(k_BTKH.dtype), dv.astype(v_BTKH.dtype)
+
+
+def _add_first(total_BTKH, part_BSKH):
+    """Adds `part` to the first S of T tokens."""
+    first = total_BTKH[:, : part_BSKH.shape[1]] + part_BSKH
+    return jax.lax.dynamic_update_slice_in_dim(total_BTKH, first, 0, axis=1)

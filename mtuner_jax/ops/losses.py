@@ -54,10 +54,10 @@ def chunked(
     """
     chunks = _chunks(x_SD, targets_S, weights_S, table_VD.shape[0])
 
-    def body(total, chunk):
-        return total + cross_entropy(chunk[0], table_VD, *chunk[1:]), None
+    def body(_, chunk):
+        return None, cross_entropy(chunk[0], table_VD, *chunk[1:])
 
-    return jax.lax.scan(body, _zero_like(x_SD), chunks)[0]
+    return jax.lax.scan(body, None, chunks)[1].sum()
 
 
 def chunked_value_and_grad(
@@ -73,12 +73,11 @@ def chunked_value_and_grad(
     """
     chunks = _chunks(x_SD, targets_S, weights_S, table_VD.shape[0])
 
-    def body(total, chunk):
-        loss, dx = jax.value_and_grad(cross_entropy)(chunk[0], table_VD, *chunk[1:])
-        return total + loss, dx
+    def body(_, chunk):
+        return None, jax.value_and_grad(cross_entropy)(chunk[0], table_VD, *chunk[1:])
 
-    total, dx = jax.lax.scan(body, _zero_like(x_SD), chunks)
-    return total, dx.reshape(x_SD.shape)
+    _, (sums, dx) = jax.lax.scan(body, None, chunks)
+    return sums.sum(), dx.reshape(x_SD.shape)
 
 
 def _chunks(x_SD, targets_S, weights_S, vocab_size):
@@ -87,9 +86,3 @@ def _chunks(x_SD, targets_S, weights_S, vocab_size):
         lambda array: array.reshape(-1, size, *array.shape[1:]),
         (x_SD, targets_S, weights_S),
     )
-
-
-def _zero_like(x_SD):
-    """A scalar zero that varies over the same mesh axes as `x_SD`."""
-    wide = jnp.promote_types(x_SD.dtype, jnp.float32)
-    return jnp.sum(x_SD[:0].astype(wide))

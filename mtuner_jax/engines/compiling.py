@@ -1,0 +1,61 @@
+"""Compiles a step once and says what XLA allocated for it."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from mtuner_jax import sizes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompiledBytes:
+    """XLA's buffer assignment for one device.
+
+    Attributes:
+      arguments: Inputs: weights, state, batch.
+      outputs: Results that do not reuse a donated input.
+      temporaries: Everything that lives within the step, fragmentation included.
+    """
+
+    arguments: int
+    outputs: int
+    temporaries: int
+
+    @property
+    def total(self) -> int:
+        """Bytes a device needs to run the step."""
+        return self.arguments + self.outputs + self.temporaries
+
+    def describe(self) -> str:
+        """One line for the log."""
+        return (
+            f"compiled step: {sizes.gib(self.total)} per device "
+            f"({sizes.gib(self.arguments)} inputs, {sizes.gib(self.temporaries)} "
+            "temporaries)"
+        )
+
+
+def options(*, on_gpu: bool) -> dict[str, Any]:
+    """XLA options of a training step.
+
+    On GPUs gathers overlap with computation (the latency-hiding scheduler is off by
+    default on A100), and XLA does not rematerialise on its own: what is recomputed
+    is the plan's decision.
+    """
+    if not on_gpu:
+        return {}
+    return {
+        "xla_gpu_enable_latency_hiding_scheduler": True,
+        "xla_disable_hlo_passes": "rematerialization",
+    }
+
+
+def compiled_bytes(compiled: jax.stages.Compiled) -> CompiledBytes:
+    """Reads XLA's buffer assignment; on CPUs it is 1.1 to 1.7 times too high."""
+    stats = compiled.memory_analysis()
+    return CompiledBytes(
+        arguments=stats.argument_size_in_bytes,
+        outputs=stats.output_size_in_bytes - stats.alias_size_in_bytes,
+        temporaries=stats.temp_size_in_bytes,
+    )
