@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from models.llama_configs import LlamaConfig, RopeScaling
@@ -244,7 +245,7 @@ class Llama:
 
 def rms_norm(x_BTD: jax.Array, scale_D: jax.Array, *, eps: float) -> jax.Array:
     """x / sqrt(mean(x^2) + eps) * scale; the quotient in at least float32."""
-    wide = x_BTD.astype(jnp.promote_types(x_BTD.dtype, jnp.float32))
+    wide = x_BTD.astype(np.promote_types(x_BTD.dtype, jnp.float32))
     mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
     normed = (wide * jax.lax.rsqrt(mean + eps)).astype(x_BTD.dtype)
     return normed * scale_D[None, None, :]
@@ -252,7 +253,7 @@ def rms_norm(x_BTD: jax.Array, scale_D: jax.Array, *, eps: float) -> jax.Array:
 
 def rotate(x_BTNH: jax.Array, context: Context) -> jax.Array:
     """Rotary positions in Hugging Face's half-rotation layout, [B, T, N, H]."""
-    wide = jnp.promote_types(x_BTNH.dtype, jnp.float32)
+    wide = np.promote_types(x_BTNH.dtype, jnp.float32)
     cos = context.cos_BTH[:, :, None, :].astype(wide)
     sin = context.sin_BTH[:, :, None, :].astype(wide)
     first, second = jnp.split(x_BTNH.astype(wide), 2, axis=-1)

@@ -221,7 +221,7 @@ def _varying(tree, axes):
 def _zero(weights):
     """A scalar zero of the loss's dtype."""
     dtype = weights["head"]["norm"]["scale"].dtype
-    return jnp.zeros((), jnp.promote_types(dtype, jnp.float32))
+    return jnp.zeros((), np.promote_types(dtype, jnp.float32))
 
 
 def _layer_run(spec, batch, step):

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mtuner_jax.configs import ConfigError
 from mtuner_jax.ops import attention_cudnn
@@ -147,7 +148,7 @@ def _grouped(q_BTNH, num_kv_heads):
 
 
 def _xla_forward(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, spec):
-    wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
+    wide = np.promote_types(q_BTNH.dtype, jnp.float32)
     q_BTKGH = _grouped(q_BTNH, k_BTKH.shape[2])
     scale = q_BTNH.shape[-1] ** -0.5
     outputs, stats = [], []

@@ -36,7 +36,7 @@ def key(seed: int) -> Key:
 
 def fold_in(parent: Key, data: jax.Array | int) -> Key:
     """Derives a key; `data` is an integer or a scalar array."""
-    word = jnp.asarray(data).astype(jnp.uint32)
+    word = jnp.asarray(data, jnp.uint32)
     return Key(*threefry_2x32(parent, jnp.uint32(0x6D74756E), word))
 
 

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 _LOGIT_BYTES = 256 * 2**20
 
@@ -35,7 +36,7 @@ def cross_entropy(
 
     Tokens of weight 0 add exactly 0, whatever their target.
     """
-    wide = jnp.promote_types(x_SD.dtype, jnp.float32)
+    wide = np.promote_types(x_SD.dtype, jnp.float32)
     logits_SV = jnp.einsum("sd,vd->sv", x_SD, table_VD, preferred_element_type=wide)
     normaliser_S = jax.nn.logsumexp(logits_SV, axis=-1)
     columns = jnp.arange(logits_SV.shape[-1], dtype=targets_S.dtype)
