@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_LOGIT_BYTES = 256 * 2**20
+LOGIT_BYTES = 256 * 2**20
 
 
 class TokenLoss(NamedTuple):
@@ -21,9 +21,11 @@ class TokenLoss(NamedTuple):
     tokens: jax.Array
 
 
-def chunk_tokens(num_tokens: int, vocab_size: int) -> int:
-    """Largest divisor of `num_tokens` whose float32 logits stay within 256 MiB."""
-    limit = max(1, _LOGIT_BYTES // (4 * vocab_size))
+def chunk_tokens(
+    num_tokens: int, vocab_size: int, *, limit_bytes: int = LOGIT_BYTES
+) -> int:
+    """Largest divisor of `num_tokens` whose float32 logits stay within the limit."""
+    limit = max(1, limit_bytes // (4 * vocab_size))
     if num_tokens <= limit:
         return num_tokens
     return max(size for size in range(1, limit + 1) if num_tokens % size == 0)
@@ -46,14 +48,20 @@ def cross_entropy(
 
 
 def chunked(
-    x_SD: jax.Array, table_VD: jax.Array, targets_S: jax.Array, weights_S: jax.Array
+    x_SD: jax.Array,
+    table_VD: jax.Array,
+    targets_S: jax.Array,
+    weights_S: jax.Array,
+    *,
+    limit_bytes: int = LOGIT_BYTES,
 ) -> jax.Array:
     """`cross_entropy` a chunk of tokens at a time; forward only.
 
     Returns:
       Scalar sum in at least float32. Peak extra memory: one chunk of logits.
     """
-    chunks = _chunks(x_SD, targets_S, weights_S, table_VD.shape[0])
+    size = chunk_tokens(x_SD.shape[0], table_VD.shape[0], limit_bytes=limit_bytes)
+    chunks = _chunks((x_SD, targets_S, weights_S), size)
 
     def body(_, chunk):
         return None, cross_entropy(chunk[0], table_VD, *chunk[1:])
@@ -62,7 +70,12 @@ def chunked(
 
 
 def chunked_value_and_grad(
-    x_SD: jax.Array, table_VD: jax.Array, targets_S: jax.Array, weights_S: jax.Array
+    x_SD: jax.Array,
+    table_VD: jax.Array,
+    targets_S: jax.Array,
+    weights_S: jax.Array,
+    *,
+    limit_bytes: int = LOGIT_BYTES,
 ) -> tuple[jax.Array, jax.Array]:
     """`cross_entropy` and its gradient to `x_SD`, a chunk of tokens at a time.
 
@@ -72,7 +85,8 @@ def chunked_value_and_grad(
     Returns:
       (scalar sum, gradient [S, D] in the dtype of `x_SD`).
     """
-    chunks = _chunks(x_SD, targets_S, weights_S, table_VD.shape[0])
+    size = chunk_tokens(x_SD.shape[0], table_VD.shape[0], limit_bytes=limit_bytes)
+    chunks = _chunks((x_SD, targets_S, weights_S), size)
 
     def body(_, chunk):
         return None, jax.value_and_grad(cross_entropy)(chunk[0], table_VD, *chunk[1:])
@@ -81,9 +95,5 @@ def chunked_value_and_grad(
     return sums.sum(), dx.reshape(x_SD.shape)
 
 
-def _chunks(x_SD, targets_S, weights_S, vocab_size):
-    size = chunk_tokens(x_SD.shape[0], vocab_size)
-    return jax.tree.map(
-        lambda array: array.reshape(-1, size, *array.shape[1:]),
-        (x_SD, targets_S, weights_S),
-    )
+def _chunks(arrays, size):
+    return jax.tree.map(lambda array: array.reshape(-1, size, *array.shape[1:]), arrays)
