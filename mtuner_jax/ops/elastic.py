@@ -23,12 +23,3 @@ def gather(shard: jax.Array, *, axes: Sequence[str]) -> jax.Array:
     if not axes:
         return shard
     return jax.lax.all_gather(shard, tuple(reversed(axes)), axis=0, tiled=True)
-
-
-def gather_tree(tree, *, axes: Sequence[str], is_sharded):
-    """Gathers every sharded leaf of `tree`; `is_sharded` has the same structure."""
-    return jax.tree.map(
-        lambda leaf, sharded: gather(leaf, axes=axes) if sharded else leaf,
-        tree,
-        is_sharded,
-    )
