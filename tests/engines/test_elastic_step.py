@@ -34,7 +34,9 @@ def engine_weights(model, plan, mesh, weights, *, dtype):
         )
 
     def place(leaf, value):
-        padding = [(0, want - got) for want, got in zip(leaf.shape, value.shape)]
+        padding = [
+            (0, want - got) for want, got in zip(leaf.shape, value.shape, strict=True)
+        ]
         return jax.device_put(np.pad(value, padding), leaf.sharding)
 
     return jax.tree.map(place, abstract, arranged)
