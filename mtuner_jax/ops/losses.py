@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 LOGIT_BYTES = 256 * 2**20
+_MIN_CHUNKS = 8
+_MIN_CHUNK_TOKENS = 16
 
 
 class TokenLoss(NamedTuple):
@@ -24,8 +26,13 @@ class TokenLoss(NamedTuple):
 def chunk_tokens(
     num_tokens: int, vocab_size: int, *, limit_bytes: int = LOGIT_BYTES
 ) -> int:
-    """Largest divisor of `num_tokens` whose float32 logits stay within the limit."""
+    """Tokens of a chunk: a divisor of `num_tokens`.
+
+    The chunk's float32 logits stay within `limit_bytes`, and there are about 8 chunks
+    or more, so that skipping those without loss pays for prompts and padding.
+    """
     limit = max(1, limit_bytes // (4 * vocab_size))
+    limit = min(limit, max(_MIN_CHUNK_TOKENS, num_tokens // _MIN_CHUNKS))
     if num_tokens <= limit:
         return num_tokens
     return max(size for size in range(1, limit + 1) if num_tokens % size == 0)
@@ -61,12 +68,12 @@ def chunked(
       Scalar sum in at least float32. Peak extra memory: one chunk of logits.
     """
     size = chunk_tokens(x_SD.shape[0], table_VD.shape[0], limit_bytes=limit_bytes)
-    chunks = _chunks((x_SD, targets_S, weights_S), size)
+    chunks = _chunks((x_SD, targets_S, weights_S), _trained_first(weights_S), size)
 
-    def body(_, chunk):
-        return None, cross_entropy(chunk[0], table_VD, *chunk[1:])
+    def trained(x_SD, targets_S, weights_S):
+        return cross_entropy(x_SD, table_VD, targets_S, weights_S)
 
-    return jax.lax.scan(body, None, chunks)[1].sum()
+    return _over_chunks(trained, chunks).sum()
 
 
 def chunked_value_and_grad(
@@ -80,20 +87,50 @@ def chunked_value_and_grad(
     """`cross_entropy` and its gradient to `x_SD`, a chunk of tokens at a time.
 
     The logits of a chunk are computed once and dropped, as in Liger's fused linear
-    cross-entropy (Hsu et al., 2024).
+    cross-entropy (Hsu et al., 2024). Tokens without loss are put last, and chunks of
+    them alone are skipped.
 
     Returns:
       (scalar sum, gradient [S, D] in the dtype of `x_SD`).
     """
     size = chunk_tokens(x_SD.shape[0], table_VD.shape[0], limit_bytes=limit_bytes)
-    chunks = _chunks((x_SD, targets_S, weights_S), size)
+    order_S = _trained_first(weights_S)
+    chunks = _chunks((x_SD, targets_S, weights_S), order_S, size)
+
+    def trained(x_SD, targets_S, weights_S):
+        return jax.value_and_grad(cross_entropy)(x_SD, table_VD, targets_S, weights_S)
+
+    sums, dx = _over_chunks(trained, chunks)
+    dx_SD = jnp.take(dx.reshape(x_SD.shape), jnp.argsort(order_S), axis=0)
+    return sums.sum(), dx_SD
+
+
+def _trained_first(weights_S):
+    """An order of the tokens in which those with loss come first."""
+    return jnp.argsort(weights_S == 0, stable=True)
+
+
+def _chunks(arrays, order_S, size):
+    return jax.tree.map(
+        lambda array: jnp.take(array, order_S, axis=0).reshape(
+            -1, size, *array.shape[1:]
+        ),
+        arrays,
+    )
+
+
+def _over_chunks(trained, chunks):
+    """Scans `trained` over chunks; one whose weights are all 0 is not computed."""
+
+    def skipped(*chunk):
+        zero = chunk[2].sum()  # exactly 0 here, and varying over the mesh as needed
+        return jax.tree.map(
+            lambda result: jnp.broadcast_to(zero, result.shape).astype(result.dtype),
+            jax.eval_shape(trained, *chunk),
+        )
 
     def body(_, chunk):
-        return None, jax.value_and_grad(cross_entropy)(chunk[0], table_VD, *chunk[1:])
+        has_loss = jnp.any(chunk[2] != 0)
+        return None, jax.lax.cond(has_loss, trained, skipped, *chunk)
 
-    _, (sums, dx) = jax.lax.scan(body, None, chunks)
-    return sums.sum(), dx.reshape(x_SD.shape)
-
-
-def _chunks(arrays, size):
-    return jax.tree.map(lambda array: array.reshape(-1, size, *array.shape[1:]), arrays)
+    return jax.lax.scan(body, None, chunks)[1]

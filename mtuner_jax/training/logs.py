@@ -12,6 +12,7 @@ import tqdm
 _OURS = ("mtuner_jax", "models", "scripts", "__main__")
 # `logger.info(text, extra=FILE_ONLY)`: for train.log, the bar shows it already.
 FILE_ONLY = {"file_only": True}
+_BASIC = logging.StreamHandler
 
 
 class _ConsoleHandler(logging.Handler):
@@ -31,7 +32,7 @@ def to_console(*, is_primary: bool = True) -> Generator[None]:
     """Shows log lines on stderr; warnings only, on processes other than the first."""
     handler = _ConsoleHandler(logging.INFO if is_primary else logging.WARNING)
     handler.setFormatter(_Formatter())
-    with _added(handler):
+    with _without_basic_handlers(), _added(handler):
         yield
 
 
@@ -61,6 +62,20 @@ class _Formatter(logging.Formatter):
         if record.levelno >= logging.WARNING:
             return f"{record.levelname.lower()}: {text}"
         return text
+
+
+@contextlib.contextmanager
+def _without_basic_handlers() -> Generator[None]:
+    """Takes off what `logging.basicConfig` put on: importing Orbax calls it."""
+    root = logging.getLogger()
+    basic = [handler for handler in root.handlers if type(handler) is _BASIC]
+    for handler in basic:
+        root.removeHandler(handler)
+    try:
+        yield
+    finally:
+        for handler in basic:
+            root.addHandler(handler)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,201 @@
+"""The training loop: batches in, records and checkpoints out.
+
+Metrics of a step are read after the next step has been sent to the devices, so that
+the devices never wait for the host, except before an evaluation or a checkpoint.
+"""
+
+import dataclasses
+import logging
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from mtuner_jax.checkpoints import metas, store
+from mtuner_jax.configs import RunConfig
+from mtuner_jax.engines import elastic_step
+from mtuner_jax.engines.states import Batch, Params, StepMetrics, TrainState
+from mtuner_jax.training import metrics, reports
+from mtuner_jax.training.data import pipelines
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Programs:
+    """The compiled programs of a run.
+
+    Attributes:
+      spec: What they were built from.
+      train: (state, weights, batch) -> (state, StepMetrics).
+      evaluate: (adapters, weights, batch) -> TokenLoss.
+      learning_rate: Optimizer steps done -> the next step's rate.
+    """
+
+    spec: elastic_step.StepSpec
+    train: Callable[[TrainState, Params, Batch], tuple[TrainState, StepMetrics]]
+    evaluate: Callable[[Params, Params, Batch], Any]
+    learning_rate: optax.Schedule
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Keeper:
+    """Where a run is kept.
+
+    Attributes:
+      checkpoints: The run's checkpoints.
+      meta: The run's identity.
+      write_adapter: (adapters, folder) -> writes the adapter's files.
+    """
+
+    checkpoints: store.Store
+    meta: metas.RunMeta
+    write_adapter: Callable[[Params, pathlib.Path], None]
+
+
+@dataclasses.dataclass
+class _Pending:
+    """A step that is on its way: what is known, and what the devices will tell."""
+
+    step: int
+    epoch: float
+    tokens: int
+    data_time: float
+    metrics: StepMetrics
+
+
+class Loop:
+    """One run from its current step to its last."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        programs: Programs,
+        *,
+        weights: Params,
+        train_data: pipelines.TrainData,
+        eval_data: pipelines.EvalData | None,
+        keeper: Keeper,
+    ):
+        self._config = config
+        self._programs = programs
+        self._weights = weights
+        self._train_data = train_data
+        self._eval_data = eval_data
+        self._keeper = keeper
+        self._pending: _Pending | None = None
+        self._last_end = 0.0
+
+    def run(
+        self, state: TrainState, reporter: reports.Reporter, *, total_steps: int
+    ) -> TrainState:
+        """Trains until `total_steps` optimizer steps are done.
+
+        Raises:
+          NonFiniteError: A loss or gradient is NaN or infinite; the step is not saved.
+          SaveError: A checkpoint could not be written.
+        """
+        config, first = self._config, int(state.step)
+        if config.eval_on_start and first == 0:
+            self._evaluate(state, reporter, step=0)
+        self._last_end = time.perf_counter()
+        for step in range(first + 1, total_steps + 1):
+            state = self._step(state, reporter, step=step)
+            last = step == total_steps
+            if last or _due(step, config.eval_steps):
+                self._flush(reporter)
+                self._evaluate(state, reporter, step=step)
+            if last or _due(step, config.save_steps):
+                self._flush(reporter)
+                self._save(state, step=step)
+            self._keeper.checkpoints.poll()
+        return state
+
+    def _step(
+        self, state: TrainState, reporter: reports.Reporter, *, step: int
+    ) -> TrainState:
+        spec = self._programs.spec
+        start = time.perf_counter()
+        rows = next(self._train_data)
+        batch = elastic_step.put(elastic_step.cut(rows, spec.plan), spec.mesh)
+        data_time = time.perf_counter() - start
+        state, step_metrics = self._programs.train(state, self._weights, batch)
+        self._flush(reporter)
+        self._pending = _Pending(
+            step=step,
+            epoch=self._train_data.epoch,
+            tokens=int(np.count_nonzero(rows.segment_ids)),
+            data_time=data_time,
+            metrics=step_metrics,
+        )
+        return state
+
+    def _flush(self, reporter: reports.Reporter) -> None:
+        """Reports the step on its way, waiting for it."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        values = jax.device_get(pending.metrics)
+        end = time.perf_counter()
+        devices = self._programs.spec.mesh.local_devices
+        record = metrics.StepRecord(
+            step=pending.step,
+            epoch=pending.epoch,
+            loss=float(values.loss),
+            lr=float(self._programs.learning_rate(pending.step - 1)),
+            grad_norm=float(values.grad_norm),
+            tokens=pending.tokens,
+            trained_tokens=int(values.trained_tokens),
+            step_time=end - self._last_end,
+            data_time=pending.data_time,
+            peak_memory=metrics.peak_memory(devices),
+        )
+        self._last_end = end
+        reporter.step(record)
+
+    def _evaluate(
+        self, state: TrainState, reporter: reports.Reporter, *, step: int
+    ) -> None:
+        """Mean loss of a trained token over the whole evaluation set."""
+        if self._eval_data is None:
+            return
+        spec, limit = self._programs.spec, self._config.max_eval_batches
+        sums = []
+        for number, rows in enumerate(self._eval_data):
+            if limit and number >= limit:
+                break
+            batch = elastic_step.put(elastic_step.cut(rows, spec.plan), spec.mesh)
+            sums.append(self._programs.evaluate(state.adapters, self._weights, batch))
+        values = jax.device_get(sums)
+        tokens = sum(float(value.tokens) for value in values)
+        loss = sum(float(value.loss) for value in values) / max(tokens, 1.0)
+        reporter.evaluation(
+            metrics.EvalRecord(step=step, eval_loss=loss, eval_tokens=int(tokens))
+        )
+        self._last_end = time.perf_counter()
+
+    def _save(self, state: TrainState, *, step: int) -> None:
+        keeper, adapters = self._keeper, jax.device_get(state.adapters)
+        keeper.checkpoints.save(
+            state,
+            step=step,
+            data=self._train_data.get_state(),
+            meta=keeper.meta,
+            write_adapter=lambda folder: keeper.write_adapter(adapters, folder),
+        )
+        self._last_end = time.perf_counter()
+
+
+def num_steps(config: RunConfig, *, steps_per_epoch: int) -> int:
+    """Optimizer steps of the whole run: `max_steps`, else the epochs asked for."""
+    if config.max_steps:
+        return config.max_steps
+    return max(1, round(config.num_train_epochs * steps_per_epoch))
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
