@@ -13,6 +13,13 @@ _ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
 }
 
+# What transformers assumes where a file of the family does not say.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048},
+    "qwen2": {"max_position_embeddings": 32768},
+    "mistral": {"max_position_embeddings": 131072, "sliding_window": 4096},
+}
+
 
 class ModelConfigError(ValueError):
     """A `config.json` that this decoder cannot represent."""
@@ -97,6 +104,7 @@ def from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
         raise ModelConfigError(
             f"model_type={family!r} is not supported; supported: {', '.join(FAMILIES)}"
         )
+    hf = {**_DEFAULTS[family], **hf}
     activation = hf.get("hidden_act", "silu")
     if activation != "silu":
         raise ModelConfigError(f"hidden_act={activation!r}: only 'silu' is implemented")
@@ -119,7 +127,7 @@ def from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
         rms_norm_eps=hf.get("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
-        max_position_embeddings=hf.get("max_position_embeddings", 2048),
+        max_position_embeddings=hf["max_position_embeddings"],
         sliding_window=_sliding_window(hf, family),
         tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
         attention_bias=attention_bias or family == "qwen2",
