@@ -71,7 +71,13 @@ class Plan:
     def __post_init__(self):
         if not self.segments:
             raise ConfigError("plan: no segments")
+        for name in ("microbatch", "accumulation"):
+            _require_integer(name, getattr(self, name))
+        for size in self.mesh_sizes:
+            _require_integer("mesh_sizes", size)
         for index, segment in enumerate(self.segments):
+            _require_integer("num_layers", segment.num_layers)
+            _require_integer("rest_axes", segment.rest_axes)
             if segment.num_layers < 1:
                 raise ConfigError(
                     f"plan: segment {index} has num_layers={segment.num_layers}; "
@@ -147,17 +153,20 @@ def from_json(text: str) -> Plan:
     """Reads what `to_json` wrote.
 
     Raises:
-      ConfigError: Another version, or a field that is missing or unknown.
+      ConfigError: No JSON, another version, or a field that is missing, unknown or
+        of another type.
     """
-    content: dict[str, Any] = json.loads(text)
+    try:
+        content: dict[str, Any] = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"plan: not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"plan: a JSON object, not {type(content).__name__}")
     version = content.pop("version", None)
     if version != VERSION:
         raise ConfigError(f"plan version {version} is not {VERSION}; plan again")
     try:
-        segments = tuple(
-            SegmentPlan(**{**segment, "saved": Saved(segment["saved"])})
-            for segment in content.pop("segments")
-        )
+        segments = tuple(_segment(**entry) for entry in content.pop("segments"))
         mesh_sizes = tuple(content.pop("mesh_sizes"))
         return Plan(segments=segments, mesh_sizes=mesh_sizes, **content)
     except (TypeError, KeyError) as error:
@@ -167,3 +176,14 @@ def from_json(text: str) -> Plan:
 def read(path: pathlib.Path) -> Plan:
     """Reads a plan's file."""
     return from_json(path.read_text())
+
+
+def _segment(*, saved: str, **sizes: int) -> SegmentPlan:
+    if saved not in list(Saved):
+        raise ConfigError(f"plan: saved={saved!r}; one of {', '.join(Saved)}")
+    return SegmentPlan(saved=Saved(saved), **sizes)
+
+
+def _require_integer(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"plan: {name}={value!r} is not an integer")
