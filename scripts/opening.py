@@ -66,7 +66,8 @@ def open_model(config: RunConfig) -> Opened:
     else:
         shape = llama_configs.from_hf(json.loads((path / "config.json").read_text()))
         source = _NoWeights() if config.random_init else safetensors_files.Folder(path)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        auto_tokenizer: Any = transformers.AutoTokenizer
+        tokenizer = auto_tokenizer.from_pretrained(path)
     return Opened(
         name=name,
         path=path,

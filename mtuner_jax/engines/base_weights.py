@@ -23,8 +23,15 @@ from mtuner_jax.planning.plans import Plan
 class NamedTensor(Protocol):
     """A checkpoint's tensor: where in the model's tree it belongs."""
 
-    path: tuple[str, ...]
-    layer: int | None
+    @property
+    def path(self) -> tuple[str, ...]:
+        """Keys down the model's tree."""
+        ...
+
+    @property
+    def layer(self) -> int | None:
+        """Index into the layers' dim, if there is one."""
+        ...
 
 
 Tensor = TypeVar("Tensor", bound=NamedTensor)

@@ -157,7 +157,7 @@ def build_train(
             grad_norm=optax.tree.norm(grads),
             trained_tokens=total.tokens,
         )
-        adapters = optax.apply_updates(state.adapters, updates)
+        adapters: Any = optax.apply_updates(state.adapters, updates)
         return TrainState(adapters, opt_state, state.step + 1), metrics
 
     return jax.jit(train_step, donate_argnums=0, compiler_options=compiler_options)

@@ -5,6 +5,8 @@ same kernels, but its backward pass cannot be given the forward's output and sof
 statistics, so saving them would not spare the second forward run.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as fused
@@ -18,7 +20,7 @@ def forward(
     Returns:
       The output [B, T, N, H] and the statistics that `backward` takes.
     """
-    output, stats = fused.dot_product_attention(
+    output_and_stats: Any = fused.dot_product_attention(
         q_BTNH,
         k_BTKH,
         v_BTKH,
@@ -27,6 +29,7 @@ def forward(
         sliding_window_length=window or None,
         return_residual=True,
     )
+    output, stats = output_and_stats
     return output, stats
 
 

@@ -142,11 +142,12 @@ class Loop:
         values = jax.device_get(pending.metrics)
         end = time.perf_counter()
         devices = self._programs.spec.mesh.local_devices
+        lr: Any = self._programs.learning_rate(pending.step - 1)
         record = metrics.StepRecord(
             step=pending.step,
             epoch=pending.epoch,
             loss=float(values.loss),
-            lr=float(self._programs.learning_rate(pending.step - 1)),
+            lr=float(lr),
             grad_norm=float(values.grad_norm),
             tokens=pending.tokens,
             trained_tokens=int(values.trained_tokens),

@@ -67,7 +67,7 @@ def test_tokens_without_weight_add_exactly_nothing():
 
 
 def largest_array(jaxpr):
-    """Elements of the largest array that a program computes, loops and branches included."""
+    """Elements of the largest array that a program computes, loops included."""
     sizes = [0]
     for equation in jaxpr.eqns:
         sizes += [var.aval.size for var in equation.outvars]
