@@ -110,8 +110,13 @@ class OptimizerConfig:
     """AdamW and its schedule, counted in optimizer steps.
 
     Attributes:
-      warmup_steps: Steps of linear warm-up; below 1 it is a share of all steps.
+      learning_rate: Highest rate of the schedule.
       lr_scheduler_type: `linear`, `cosine`, `constant` or `constant_with_warmup`.
+      warmup_steps: Steps of linear warm-up; below 1 it is a share of all steps.
+      weight_decay: Decoupled decay of the adapters.
+      adam_beta1: Decay of the first moment.
+      adam_beta2: Decay of the second moment.
+      adam_epsilon: Added to the root of the second moment.
       max_grad_norm: Global norm to which gradients are clipped; 0 switches it off.
     """
 
@@ -140,26 +145,36 @@ class RunConfig(OptimizerConfig):
     """One training run.
 
     Attributes:
-      model: Local Hugging Face folder, GGUF file, hub id, or the name of a shape
-        in `models.llama_sizes` (with `random_init`); empty is the default model.
-      random_init: Random weights of the model's shape, for benchmarks.
+      model: Local Hugging Face folder, GGUF file or hub id; empty for the
+        default model.
+      random_init: Random weights of the model's shape instead of its own.
       mesh: Preset (`pcie8`, `nvlink8`, ...), `auto`, or sizes such as `2x2x2`.
       platform: Where to run; `auto` finds out.
       dtype: `auto` (bfloat16 on GPUs, float32 on CPUs), `float32`, `bfloat16`.
       attention: `auto`, `xla` or `cudnn`.
       plan: `fsdp` (nothing kept), `replicated`, or a plan's JSON file.
+      output_dir: Folder of the run: log, metrics, checkpoints, adapter.
       max_length: Tokens in a row.
       packing: Several samples in a row, best fit, without seeing each other.
       val_size: Held-out share (below 1) or number of samples; 0 for none.
       eval_dataset: JSONL to evaluate on instead of a held-out part.
+      per_device_train_batch_size: Rows that a device runs at once.
+      gradient_accumulation_steps: Such batches in an optimizer step.
       global_batch_size: Rows in an optimizer step; 0 means
         per_device_train_batch_size x gradient_accumulation_steps x devices.
+      num_train_epochs: Passes over the data, if `max_steps` is 0.
       max_steps: Optimizer steps; 0 means `num_train_epochs` decides.
+      logging_steps: Optimizer steps between console lines.
       save_steps: Optimizer steps between checkpoints; 0 saves at the end only.
+      save_total_limit: Checkpoints to keep, the newest ones.
       eval_steps: Optimizer steps between evaluations; 0 evaluates at the end only.
-      resume_from_checkpoint: `auto`, `none`, or a checkpoint's folder.
+      max_eval_batches: Batches of an evaluation; 0 means all.
+      eval_on_start: Evaluate before the first step, too.
+      resume_from_checkpoint: `auto` or `latest`, `none`, or a checkpoint's folder.
       report_to: `tensorboard` or `none`; metrics.jsonl is always written.
+      plot_loss: Write training_loss.png at the end.
       deterministic: On GPUs, slower kernels that repeat bit for bit.
+      seed: Of data order, adapters and dropout.
     """
 
     model: str = ""

@@ -77,7 +77,7 @@ def read_config(argv: list[str]) -> RunConfig:
 
 def train(config: RunConfig, argv: list[str]) -> None:
     """Sets everything up, trains, and writes adapter and summary."""
-    mesh, on_gpu = make_mesh(config)
+    mesh, on_gpu, lines = make_mesh(config)
     resume = step_dirs.find(
         config.resume_from_checkpoint, pathlib.Path(config.output_dir)
     )
@@ -85,6 +85,8 @@ def train(config: RunConfig, argv: list[str]) -> None:
     with logs.to_file(run.log):
         run_dirs.write_config(run, config)
         run_dirs.write_info(run, argv)
+        for line in lines:
+            _logger.info("%s", line)
         opened = opening.open_model(config)
         check_size(config, opened, on_gpu=on_gpu)
         rows = rows_per_step(config, mesh.size)
@@ -144,8 +146,12 @@ def train(config: RunConfig, argv: list[str]) -> None:
         summarize(run, config)
 
 
-def make_mesh(config: RunConfig) -> tuple[Mesh, bool]:
-    """Prepares the platform, starts JAX and arranges the devices."""
+def make_mesh(config: RunConfig) -> tuple[Mesh, bool, list[str]]:
+    """Prepares the platform, starts JAX and arranges the devices.
+
+    Returns:
+      The mesh, whether it is one of GPUs, and what to log about it.
+    """
     found = accelerators.look()
     on_cpu = platforms.runs_on_cpu(config.platform, found)
     spec = meshes.parse(config.mesh, num_devices=0 if on_cpu else found.num_visible)
@@ -155,9 +161,8 @@ def make_mesh(config: RunConfig) -> tuple[Mesh, bool]:
         mesh=spec.name,
         deterministic=config.deterministic,
     )
-    _logger.info("%s", prepared.line)
-    _logger.info("%s", spec.describe())
-    return meshes.make(spec, platforms.start(prepared)), not on_cpu
+    mesh = meshes.make(spec, platforms.start(prepared))
+    return mesh, not on_cpu, [prepared.line, spec.describe()]
 
 
 def check_size(config: RunConfig, opened: opening.Opened, *, on_gpu: bool) -> None:
