@@ -134,7 +134,8 @@ def unavailable_reason() -> str:
             f"jax-cuda12-plugin=={version} jax-cuda12-pjrt=={version}"
         )
     skips = os.environ.get("JAX_SKIP_CUDA_CONSTRAINTS_CHECK")
-    if jax.config.jax_platforms != "cpu" and not skips:
+    platforms = jax.config.jax_platforms or "cuda"  # pyrefly: ignore[missing-attribute]
+    if "cuda" in platforms and not skips:
         return (
             "the plugin looks for a CUDA driver in this process; set "
             "JAX_PLATFORMS=cpu or JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1"
@@ -198,14 +199,17 @@ def abstract_arguments(
         return TrainState(adapters, optimizer.init(adapters), jnp.int32(0))
 
     plan, mesh = spec.plan, spec.mesh
-    shape = (plan.accumulation, plan.num_devices * plan.microbatch, max_length)
-    fields = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in Batch._fields}
-    fields["weights"] = jax.ShapeDtypeStruct(shape, jnp.float32)
-    rows = NamedSharding(mesh, P(None, mesh.axis_names))
+
+    def rows():
+        shape = (plan.accumulation, plan.num_devices * plan.microbatch, max_length)
+        fields = {name: jnp.zeros(shape, jnp.int32) for name in Batch._fields}
+        return Batch(**{**fields, "weights": jnp.zeros(shape, jnp.float32)})
+
+    split_rows = NamedSharding(mesh, P(None, mesh.axis_names))
     return StepArguments(
         state=_placed(jax.eval_shape(init), NamedSharding(mesh, P())),
         weights=base_weights.layout(spec.model, plan, mesh, dtype=dtype),
-        batch=_placed(Batch(**fields), rows),
+        batch=_placed(jax.eval_shape(rows), split_rows),
     )
 
 

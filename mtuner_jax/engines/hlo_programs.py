@@ -147,14 +147,17 @@ def _groups(rest) -> Groups:
     listed = re.search(r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}", rest)
     if listed:
         rows = re.findall(r"\{([\d,]*)\}", listed[1])
-        return tuple(tuple(int(i) for i in row.split(",")) for row in rows)
+        return tuple(tuple(_integers(row)) for row in rows)
     counted = re.search(
         r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest
     )
     if not counted:
         return ()
-    shape, dims, order = (
-        [int(i) for i in part.split(",")] if part else None for part in counted.groups()
-    )
+    shape, dims = (_integers(counted[part]) for part in (1, 2))
+    order = _integers(counted[3]) if counted[3] else None
     places = np.arange(math.prod(dims)).reshape(dims).transpose(order).reshape(shape)
     return tuple(tuple(int(place) for place in row) for row in places)
+
+
+def _integers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]

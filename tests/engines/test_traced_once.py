@@ -1,0 +1,57 @@
+"""A step is traced once, whatever batch arrives: a second trace is a second compile."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from models import llama
+from mtuner_jax import meshes
+from mtuner_jax.engines import base_weights, elastic_step
+from mtuner_jax.planning import plans
+from tests import tiny
+
+TOKENS = 12
+STEPS = 3
+
+
+class CountingLlama(llama.Llama):
+    """Counts how often a whole program is traced: each embeds once."""
+
+    traces = 0
+
+    def embed(self, table_VD, ids_BT):
+        type(self).traces += 1
+        return super().embed(table_VD, ids_BT)
+
+
+def batches(plan, rng):
+    """An epoch whose last batch is not full."""
+    for rows in (plan.rows, plan.rows, plan.rows - 3):
+        yield tiny.batch(rng, rows=rows, tokens=TOKENS, vocab_size=120)
+
+
+def test_step_and_evaluation_are_traced_once_each():
+    model = CountingLlama(tiny.CONFIG)
+    mesh = meshes.make(meshes.parse("2x2x2"), jax.devices())
+    plan = plans.static(name="fsdp", num_layers=3, mesh_sizes=(2, 2, 2), rows=(1, 2))
+    spec = elastic_step.StepSpec(
+        model=model, plan=plan, mesh=mesh, adapters=tiny.adapters(model)
+    )
+    optimizer = optax.adamw(1e-2)
+    abstract = base_weights.layout(model, plan, mesh, dtype=jnp.float32)
+    weights = base_weights.random(abstract, jax.random.key(0))
+    state = elastic_step.init_state(spec, optimizer)
+    train = elastic_step.build_train(spec, optimizer)
+    evaluate = elastic_step.build_eval(spec)
+    rng = np.random.default_rng(0)
+    after_one = None
+    for rows in batches(plan, rng):
+        batch = elastic_step.put(elastic_step.cut(rows, plan), mesh)
+        state, _ = train(state, weights, batch)
+        evaluate(state.adapters, weights, batch)
+        after_one = after_one or CountingLlama.traces
+    # A trace may run the loop's body more than once; a second step must not.
+    assert CountingLlama.traces == after_one
+    assert train._cache_size() == evaluate._cache_size() == 1
+    assert int(state.step) == STEPS
