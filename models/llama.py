@@ -126,7 +126,8 @@ class MLP(nnx.Module):
         """[B, T, D] -> [B, T, D]."""
         gate = tape.keep("gate", self.gate_proj(x_BTD, adapters))
         up = tape.keep("up", self.up_proj(x_BTD, adapters))
-        return self.down_proj(jax.nn.silu(gate) * up, adapters)
+        hidden = tape.keep("hidden", jax.nn.silu(gate) * up)
+        return self.down_proj(hidden, adapters)
 
 
 class DecoderLayer(nnx.Module):
@@ -147,9 +148,10 @@ class DecoderLayer(nnx.Module):
         tape: remat.Tape,
     ) -> jax.Array:
         """[B, T, D] -> [B, T, D]."""
-        normed = self.input_layernorm(x_BTD)
+        normed = tape.keep("attention_input", self.input_layernorm(x_BTD))
         x_BTD = x_BTD + self.self_attn(normed, adapters, context, tape)
-        normed = self.post_attention_layernorm(x_BTD)
+        x_BTD = tape.keep("residual", x_BTD)
+        normed = tape.keep("mlp_input", self.post_attention_layernorm(x_BTD))
         return x_BTD + self.mlp(normed, adapters, tape)
 
 

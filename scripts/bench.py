@@ -11,6 +11,7 @@ import pathlib
 import platform as python_platform
 import statistics
 import sys
+import tempfile
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
@@ -23,13 +24,17 @@ from models import llama, llama_sizes
 from mtuner_jax import accelerators, meshes, platforms, sizes
 from mtuner_jax.adapters import lora
 from mtuner_jax.configs import LoraConfig, OptimizerConfig, Platform
-from mtuner_jax.engines import base_weights, compiling, elastic_step, flops
+from mtuner_jax.engines import (
+    base_weights,
+    compiling,
+    elastic_step,
+    flops,
+    profile_guided,
+)
 from mtuner_jax.engines.states import Batch
 from mtuner_jax.ops import attention
 from mtuner_jax.planning import plans
 from mtuner_jax.training import optimizers
-
-_WARMUP_STEPS = 3
 
 
 def parse_args() -> argparse.Namespace:
@@ -43,6 +48,20 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--saved", default=plans.Saved.ATTENTION_AND_GATES)
     parser.add_argument("--microbatch", type=int, default=1, help="rows per device")
     parser.add_argument("--accumulation", type=int, default=1)
+    parser.add_argument("--rest_axes", type=int, default=0)
+    parser.add_argument("--fwd_keep_axes", type=int, default=0)
+    parser.add_argument("--bwd_keep_axes", type=int, default=0)
+    parser.add_argument(
+        "--kept_layers", type=int, default=0, help="first layers the keeps hold for"
+    )
+    parser.add_argument("--no_prefetch", action="store_true")
+    parser.add_argument("--merge_gathers", action="store_true")
+    parser.add_argument("--tail_layers", type=int, default=0)
+    parser.add_argument("--tail_chunks", type=int, default=1)
+    parser.add_argument("--embedding", default="gathered", type=plans.Table)
+    parser.add_argument("--head", default="gathered", type=plans.Table)
+    parser.add_argument("--no_profile", action="store_true", help="no guided compile")
+    parser.add_argument("--trace", action="store_true", help="exposed communication")
     parser.add_argument("--max_length", type=int, default=4096)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--attention", default="auto")
@@ -56,15 +75,45 @@ def parse_args() -> argparse.Namespace:
 
 
 def make_plan(args: argparse.Namespace, model: llama.Llama, mesh) -> plans.Plan:
-    """The plan by name, or from a file."""
+    """The plan by name, by flags, or from a file."""
     if args.plan.endswith(".json"):
         return plans.read(pathlib.Path(args.plan))
-    return plans.static(
+    settings = {
+        "saved": plans.Saved(args.saved),
+        "prefetch": mesh.size > 1 and not args.no_prefetch,
+        "merge_gathers": args.merge_gathers,
+        "embedding": args.embedding,
+        "head": args.head,
+        "weight_dtype": args.dtype,
+    }
+    plan = plans.static(
         name=args.plan,
         num_layers=model.num_layers,
         mesh_sizes=tuple(mesh.devices.shape),
         rows=(args.microbatch, args.accumulation),
-        saved=plans.Saved(args.saved),
+        **settings,
+    )
+    kept = args.kept_layers or model.num_layers
+    (plain,) = plan.segments
+    first = dataclasses.replace(
+        plain,
+        num_layers=kept,
+        rest_axes=max(plain.rest_axes, args.rest_axes),
+        fwd_keep_axes=max(plain.fwd_keep_axes, args.fwd_keep_axes, args.rest_axes),
+        bwd_keep_axes=max(plain.bwd_keep_axes, args.bwd_keep_axes, args.rest_axes),
+    )
+    counts = sorted({kept, model.num_layers - args.tail_layers, model.num_layers})
+    parts, start = [], 0
+    for end in counts:
+        if end > start:
+            part = first if start < kept else plain
+            parts.append(dataclasses.replace(part, num_layers=end - start))
+            start = end
+    return dataclasses.replace(
+        plan,
+        segments=tuple(parts),
+        tail_layers=args.tail_layers,
+        tail_chunks=args.tail_chunks,
     )
 
 
@@ -85,19 +134,35 @@ def random_batch(plan: plans.Plan, *, max_length: int, vocab_size: int) -> Batch
     )
 
 
-def timed(step, state, inputs, *, seconds: float) -> tuple[list[float], float]:
+def timed(step, state, inputs, *, seconds: float) -> tuple[list[float], float, tuple]:
     """Step times in seconds, each ended by its metrics, and the last loss."""
+    weights, batch, arenas = inputs
     times: list[float] = []
     loss = float("nan")
-    for number in range(_WARMUP_STEPS + 10_000):
+    while sum(times) < seconds or len(times) < 3:
         start = time.perf_counter()
-        state, metrics = step(state, *inputs)
+        settled = step.settled
+        state, metrics, arenas = step(state, weights, batch, arenas)
         loss = float(metrics.loss)
-        if number >= _WARMUP_STEPS:
+        if settled:
             times.append(time.perf_counter() - start)
-        if sum(times) >= seconds and len(times) >= 3:
-            break
-    return times, loss
+    return times, loss, (state, weights, batch, arenas)
+
+
+def exposed(step, arguments) -> dict[str, float]:
+    """Milliseconds of communication in a step, and of it without computation."""
+    state, weights, batch, arenas = arguments
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            state, metrics, arenas = step(state, weights, batch, arenas)
+            float(metrics.loss)
+        total_s, exposed_s = profile_guided.exposed_communication_s(
+            pathlib.Path(folder), is_communication=lambda name: "nccl" in name.lower()
+        )
+    return {
+        "communication_ms": round(1e3 * total_s, 1),
+        "exposed_ms": round(1e3 * exposed_s, 1),
+    }
 
 
 def main() -> None:
@@ -136,21 +201,31 @@ def main() -> None:
     state = elastic_step.init_state(spec, optimizer)
     rows = random_batch(plan, max_length=args.max_length, vocab_size=model.vocab_size)
     batch = elastic_step.put(elastic_step.cut(rows, plan), mesh)
-    jitted = elastic_step.build_train(
-        spec, optimizer, compiler_options=compiling.options(on_gpu=not on_cpu)
+    arenas = elastic_step.init_arenas(spec, weights, max_length=args.max_length)
+    guided = not on_cpu and mesh.size > 1 and not args.no_profile
+    step = profile_guided.GuidedStep(
+        elastic_step.build_train(spec, optimizer),
+        compiler_options=compiling.options(
+            on_gpu=not on_cpu, merge_gathers=plan.merge_gathers
+        ),
+        profile_directory=pathlib.Path(tempfile.mkdtemp()) if guided else None,
     )
+    print(plans.table(plan))
     start = time.perf_counter()
-    compiled = jitted.lower(state, weights, batch).compile()
+    step.compile(state, weights, batch, arenas)
     compile_s = time.perf_counter() - start
-    allocated = compiling.compiled_bytes(compiled)
+    times, loss, arguments = timed(
+        step, state, (weights, batch, arenas), seconds=args.seconds
+    )
+    allocated = compiling.compiled_bytes(step.compiled)
     print(f"{allocated.describe()}, {compile_s:.1f} s")
-    times, loss = timed(compiled, state, (weights, batch), seconds=args.seconds)
-    report(args, mesh, plan, times, (compile_s, allocated.total, loss))
+    extra = exposed(step, arguments) if args.trace else {}
+    report(args, mesh, plan, times, (compile_s, allocated.total, loss, extra))
 
 
 def report(args, mesh, plan, times, compiled) -> None:
     """Prints the result, and appends it to the output file."""
-    compile_s, allocated_bytes, loss = compiled
+    compile_s, allocated_bytes, loss, extra = compiled
     tokens = plan.rows * args.max_length
     median_s = statistics.median(times)
     stats = mesh.devices.flat[0].memory_stats() or {}
@@ -183,6 +258,7 @@ def report(args, mesh, plan, times, compiled) -> None:
         "peak_gib": round(peak_bytes / 2**30, 2),
         "compile_s": round(compile_s, 1),
         "loss": round(loss, 4),
+        **extra,
     }
     print(
         f"{result['tokens_per_s']:,.0f} tokens/s, {result['step_ms']} ms "

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from mtuner_jax import shardings
 from mtuner_jax.engines.protocols import Decoder
 from mtuner_jax.engines.states import Params
-from mtuner_jax.planning.plans import Plan
+from mtuner_jax.planning.plans import Plan, Table
 
 
 class NamedTensor(Protocol):
@@ -49,10 +49,12 @@ def layout(model: Decoder, plan: Plan, mesh: Mesh, *, dtype: Any) -> Params:
       ConfigError: A size that the mesh does not divide.
     """
     shapes, axes = model.shapes(), mesh.axis_names
-    whole = shardings.rules(axes, rest_axes=0)
     tree: Params = {"segments": {}}
-    for part in ("embed", "head"):
-        tree[part] = _abstract(shapes[part], part, axis_rules=whole, mesh=mesh)
+    for part, table in (("embed", plan.embedding), ("head", plan.head)):
+        rules = shardings.rules(axes, rest_axes=0)
+        if table is Table.RESIDENT:
+            rules = dataclasses.replace(rules, vocab_rows=())
+        tree[part] = _abstract(shapes[part], part, axis_rules=rules, mesh=mesh)
     for index, segment in enumerate(plan.segments):
         stack = jax.tree.map(
             lambda shape, n=segment.num_layers: (n, *shape[1:]),

@@ -7,6 +7,8 @@ import jax
 
 from mtuner_jax import sizes
 
+_MERGE_BYTES = 4 * 2**30
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledBytes:
@@ -36,19 +38,26 @@ class CompiledBytes:
         )
 
 
-def options(*, on_gpu: bool) -> dict[str, Any]:
+def options(*, on_gpu: bool, merge_gathers: bool = False) -> dict[str, Any]:
     """XLA options of a training step.
 
     On GPUs gathers overlap with computation (the latency-hiding scheduler is off by
     default on A100), and XLA does not rematerialise on its own: what is recomputed
     is the plan's decision.
+
+    Args:
+      on_gpu: CPUs take none of these options.
+      merge_gathers: Join the gathers of a layer into one.
     """
     if not on_gpu:
         return {}
-    return {
+    chosen: dict[str, Any] = {
         "xla_gpu_enable_latency_hiding_scheduler": True,
         "xla_disable_hlo_passes": "rematerialization",
     }
+    if merge_gathers:
+        chosen["xla_gpu_all_gather_combine_threshold_bytes"] = _MERGE_BYTES
+    return chosen
 
 
 def compiled_bytes(compiled: jax.stages.Compiled) -> CompiledBytes:

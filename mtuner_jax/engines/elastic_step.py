@@ -6,7 +6,6 @@ adds them up, and one division by the trained tokens of the whole global step ma
 the mean. Nothing else normalises.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -16,49 +15,15 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mtuner_jax import shardings
 from mtuner_jax.adapters import lora
 from mtuner_jax.configs import ConfigError
-from mtuner_jax.engines import layer_passes
-from mtuner_jax.engines.protocols import Decoder
+from mtuner_jax.engines import microbatches, step_specs
 from mtuner_jax.engines.states import Batch, Params, StepMetrics, TrainState
-from mtuner_jax.ops import arena as arenas
-from mtuner_jax.ops import dropout, elastic, lora_linear, losses
+from mtuner_jax.engines.step_specs import StepSpec
+from mtuner_jax.ops import dropout, losses
 from mtuner_jax.planning.plans import Plan
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepSpec:
-    """What a step is built from.
-
-    Attributes:
-      model: The decoder.
-      plan: What is held when, and how the batch is cut.
-      mesh: The devices; its sizes must be the plan's.
-      adapters: Which linears have adapters of which rank.
-      dropout_rate: lora_dropout.
-      seed: Seed of the dropout masks.
-    """
-
-    model: Decoder
-    plan: Plan
-    mesh: Mesh
-    adapters: tuple[lora.AdapterSpec, ...]
-    dropout_rate: float = 0.0
-    seed: int = 0
-
-    def __post_init__(self):
-        if self.plan.num_layers != self.model.num_layers:
-            raise ConfigError(
-                f"the plan has {self.plan.num_layers} layers, the model "
-                f"{self.model.num_layers}; plan again for this model"
-            )
-        sizes = tuple(self.mesh.devices.shape)
-        if self.plan.mesh_sizes != sizes:
-            raise ConfigError(
-                f"the plan is for mesh {self.plan.mesh_sizes}, this one is {sizes}; "
-                "plan again for this mesh"
-            )
+Arenas = dict[str, jax.Array]
 
 
 def cut(batch: Batch, plan: Plan) -> Batch:
@@ -103,15 +68,59 @@ def put(batch: Batch, mesh: Mesh) -> Batch:
 
 
 def init_state(spec: StepSpec, optimizer: optax.GradientTransformation) -> TrainState:
-    """Fresh adapters and optimizer state, replicated over the mesh."""
-    replicated = NamedSharding(spec.mesh, P())
+    """Fresh adapters and optimizer state, placed as the plan says."""
 
     def init(key):
         adapters = lora.init(spec.adapters, key)
         return TrainState(adapters, optimizer.init(adapters), jnp.int32(0))
 
     key = jax.random.fold_in(jax.random.key(spec.seed), dropout.stable_hash("init"))
-    return jax.jit(init, out_shardings=replicated)(key)
+    return jax.jit(init, out_shardings=state_shardings(spec, optimizer))(key)
+
+
+def state_shardings(
+    spec: StepSpec, optimizer: optax.GradientTransformation
+) -> TrainState:
+    """Shardings of the state: moments lie where their adapters lie."""
+    adapters = step_specs.named(spec, step_specs.adapter_specs(spec))
+    replicated = NamedSharding(spec.mesh, P())
+    abstract = jax.eval_shape(lambda: lora.init(spec.adapters, jax.random.key(0)))
+    opt_state = optax.tree.map_params(
+        optimizer,
+        lambda _, sharding: sharding,
+        jax.eval_shape(optimizer.init, abstract),
+        adapters,
+        transform_non_params=lambda _: replicated,
+    )
+    return TrainState(adapters, opt_state, replicated)
+
+
+def init_arenas(spec: StepSpec, weights: Params, *, max_length: int) -> Arenas:
+    """Memory that crosses the border of steps: copies kept by `bwd_keep`.
+
+    It is never part of a checkpoint: at start and resume this gathers it anew.
+
+    Returns:
+      {part: [devices, rows, width]}, a device's own rows on each; empty where the plan
+      keeps nothing.
+    """
+    parts = _kept_parts(spec, max_length=max_length)
+
+    def fill(weights):
+        return {
+            part: microbatches.fill_arena(spec, weights, part, max_length=max_length)[
+                None
+            ]
+            for part in parts
+        }
+
+    sharded = jax.shard_map(
+        fill,
+        mesh=spec.mesh,
+        in_specs=(step_specs.weight_specs(spec),),
+        out_specs=P(spec.axes),
+    )
+    return jax.jit(sharded)(weights) if parts else {}
 
 
 def build_train(
@@ -120,35 +129,48 @@ def build_train(
     *,
     compiler_options: dict[str, Any] | None = None,
 ) -> Any:
-    """Builds the jitted step (state, weights, batch) -> (state, metrics).
+    """Builds the jitted (state, weights, batch, arenas) -> (state, metrics, arenas).
 
-    `state` is donated. `weights` is the tree of `base_weights.layout`, `batch` that
-    of `put`.
+    `state` and `arenas` are donated. `weights` is the tree of `base_weights.layout`,
+    `batch` that of `put`, `arenas` that of `init_arenas`.
     """
-    mesh = spec.mesh
-    axes = mesh.axis_names
+    axes, mesh = spec.axes, spec.mesh
+    adapter_specs = step_specs.adapter_specs(spec)
 
-    def local_sums(adapters, step, weights, batch):
-        adapters = _varying(adapters, axes)
-        zeros = jax.tree.map(jnp.zeros_like, adapters)
+    def local_sums(adapters, step, weights, batch, kept):
+        adapters = _whole(adapters, adapter_specs, axes)
+        inputs = microbatches.Inputs(adapters, weights, step)
+        max_length = batch.input_ids.shape[-1]
+        sums = microbatches.Sums(
+            grads=jax.tree.map(jnp.zeros_like, adapters),
+            total=_no_loss(weights, axes),
+            arenas=_open_arenas(spec, weights, kept, max_length=max_length),
+        )
 
-        def body(total, microbatch):
-            sums = _microbatch(spec, adapters, weights, (step, microbatch))
-            return jax.tree.map(jnp.add, total, sums), None
+        def body(sums, microbatch):
+            return microbatches.add(spec, inputs, sums, microbatch), None
 
-        no_loss = losses.TokenLoss(*_varying((_zero(weights), _zero(weights)), axes))
-        sums, _ = jax.lax.scan(body, (zeros, no_loss), batch)
-        return jax.lax.psum(sums, axes)
+        sums, _ = jax.lax.scan(body, sums, batch)
+        grads, total = _reduced(sums, adapter_specs, axes)
+        return grads, total, {part: sums.arenas[part][None] for part in kept}
 
     sharded_sums = jax.shard_map(
         local_sums,
         mesh=mesh,
-        in_specs=(P(), P(), weight_specs(spec), P(None, axes)),
-        out_specs=P(),
+        in_specs=(
+            adapter_specs,
+            P(),
+            step_specs.weight_specs(spec),
+            P(None, axes),
+            P(axes),
+        ),
+        out_specs=(adapter_specs, P(), P(axes)),
     )
 
-    def train_step(state, weights, batch):
-        grads, total = sharded_sums(state.adapters, state.step, weights, batch)
+    def train_step(state, weights, batch, kept):
+        grads, total, kept = sharded_sums(
+            state.adapters, state.step, weights, batch, kept
+        )
         share = 1.0 / jnp.maximum(total.tokens, jnp.ones_like(total.tokens))
         grads = jax.tree.map(lambda grad: grad * share.astype(grad.dtype), grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.adapters)
@@ -158,168 +180,99 @@ def build_train(
             trained_tokens=total.tokens,
         )
         adapters: Any = optax.apply_updates(state.adapters, updates)
-        return TrainState(adapters, opt_state, state.step + 1), metrics
+        return TrainState(adapters, opt_state, state.step + 1), metrics, kept
 
-    return jax.jit(train_step, donate_argnums=0, compiler_options=compiler_options)
+    replicated = NamedSharding(mesh, P())
+    return jax.jit(
+        train_step,
+        donate_argnums=(0, 3),
+        out_shardings=(
+            state_shardings(spec, optimizer),
+            replicated,
+            NamedSharding(mesh, P(axes)),
+        ),
+        compiler_options=compiler_options,
+    )
 
 
 def build_eval(
     spec: StepSpec, *, compiler_options: dict[str, Any] | None = None
 ) -> Any:
     """Builds the jitted (adapters, weights, batch) -> `losses.TokenLoss` sums."""
-    axes = spec.mesh.axis_names
+    axes = spec.axes
+    adapter_specs = step_specs.adapter_specs(spec)
 
     def local_sums(adapters, weights, batch):
-        adapters = _varying(adapters, axes)
+        adapters = _whole(adapters, adapter_specs, axes)
+        inputs = microbatches.Inputs(adapters, weights, None)
 
         def body(total, microbatch):
-            sums = _microbatch_loss(spec, adapters, weights, microbatch)
+            sums = microbatches.evaluate(spec, inputs, microbatch)
             return jax.tree.map(jnp.add, total, sums), None
 
-        no_loss = losses.TokenLoss(*_varying((_zero(weights), _zero(weights)), axes))
-        return jax.lax.psum(jax.lax.scan(body, no_loss, batch)[0], axes)
+        return jax.lax.psum(jax.lax.scan(body, _no_loss(weights, axes), batch)[0], axes)
 
     sharded_sums = jax.shard_map(
         local_sums,
         mesh=spec.mesh,
-        in_specs=(P(), weight_specs(spec), P(None, axes)),
+        in_specs=(adapter_specs, step_specs.weight_specs(spec), P(None, axes)),
         out_specs=P(),
     )
     return jax.jit(sharded_sums, compiler_options=compiler_options)
 
 
-def weight_specs(spec: StepSpec) -> Params:
-    """PartitionSpecs of the frozen weights' tree."""
-    axes, shapes = spec.mesh.axis_names, spec.model.shapes()
-    whole = shardings.rules(axes, rest_axes=0)
-    specs: Params = {
-        "embed": _specs(shapes["embed"], whole, stacked=False),
-        "head": _specs(shapes["head"], whole, stacked=False),
-        "segments": {},
-    }
-    for index, segment in enumerate(spec.plan.segments):
-        rules = shardings.rules(axes, rest_axes=segment.rest_axes)
-        specs["segments"][str(index)] = _specs(shapes["layers"], rules, stacked=True)
-    return specs
+def _kept_parts(spec, *, max_length):
+    return [
+        part
+        for part in step_specs.PARTS
+        if step_specs.arena_layout(spec, part, max_length=max_length).has_copies
+    ]
 
 
-def _specs(node, rules, *, stacked, leaf=""):
-    if isinstance(node, dict):
-        return {
-            name: _specs(child, rules, stacked=stacked, leaf=name)
-            for name, child in node.items()
-        }
-    dims = shardings.LOGICAL_DIMS[leaf]
-    return rules.spec(*((None, *dims) if stacked else dims))
+def _open_arenas(spec, weights, kept, *, max_length):
+    """Arenas that came from the step before, and empty ones for the other parts."""
+    opened = {}
+    for part in step_specs.PARTS:
+        if part in kept:
+            opened[part] = kept[part][0]
+        else:
+            layout = step_specs.arena_layout(spec, part, max_length=max_length)
+            opened[part] = microbatches.empty_arena(spec, layout, weights)
+    return opened
 
 
-def _varying(tree, axes):
-    """Marks arrays as different on each device: their sums are ours to place."""
-    return jax.tree.map(lambda leaf: jax.lax.pcast(leaf, axes, to="varying"), tree)
+def _split_dim(spec):
+    """The dim of an adapter that is split over devices, or None."""
+    dims = [dim for dim, axes in enumerate(spec) if axes]
+    return dims[0] if dims else None
 
 
-def _zero(weights):
-    """A scalar zero of the loss's dtype."""
+def _whole(adapters, specs, axes):
+    """Whole adapters, marked as different on each device: their sums are ours."""
+
+    def whole(leaf, spec):
+        dim = _split_dim(spec)
+        if dim is None:
+            return jax.lax.pcast(leaf, axes, to="varying")
+        return jax.lax.all_gather(leaf, spec[dim], axis=dim, tiled=True)
+
+    return jax.tree.map(whole, adapters, specs)
+
+
+def _reduced(sums, specs, axes):
+    """The one reduction of a step: gradients and loss over all devices."""
+
+    def reduced(leaf, spec):
+        dim = _split_dim(spec)
+        if dim is None:
+            return jax.lax.psum(leaf, axes)
+        return jax.lax.psum_scatter(leaf, spec[dim], scatter_dimension=dim, tiled=True)
+
+    return jax.tree.map(reduced, sums.grads, specs), jax.lax.psum(sums.total, axes)
+
+
+def _no_loss(weights, axes):
     dtype = weights["head"]["norm"]["scale"].dtype
-    return jnp.zeros((), np.promote_types(dtype, jnp.float32))
-
-
-def _layer_run(spec, batch, step):
-    drop = None
-    if step is not None and spec.dropout_rate > 0.0:
-        key = dropout.fold_in(dropout.key(spec.seed), step)
-        places = dropout.Places(batch.sample_ids, batch.positions)
-        drop = lora_linear.Dropout(key, places, spec.dropout_rate)
-    return layer_passes.LayerRun(
-        model=spec.model,
-        axes=spec.mesh.axis_names,
-        context=spec.model.context(batch),
-        drop=drop,
-    )
-
-
-def _segment_inputs(spec, adapters, weights):
-    scalings = lora.scaling_arrays(spec.adapters)
-    inputs = []
-    for index, start in enumerate(spec.plan.starts):
-        end = start + spec.plan.segments[index].num_layers
-        inputs.append(
-            layer_passes.SegmentInputs(
-                shards=weights["segments"][str(index)],
-                adapters=jax.tree.map(lambda a, s=start, e=end: a[s:e], adapters),
-                scalings={name: value[start:end] for name, value in scalings.items()},
-                layer=jnp.arange(start, end, dtype=jnp.int32),
-            )
-        )
-    return inputs
-
-
-def _table(spec, weights, part):
-    """The whole vocabulary table of the embedding or the head, [V, D]."""
-    if "table" not in weights[part]:
-        part = "embed"
-    table = elastic.gather(weights[part]["table"], axes=spec.mesh.axis_names)
-    return table[: spec.model.vocab_size]
-
-
-def _head_inputs(x_BTD, batch):
-    width = x_BTD.shape[-1]
-    return (
-        x_BTD.reshape(-1, width),
-        batch.targets.reshape(-1),
-        batch.weights.reshape(-1),
-    )
-
-
-def _tokens(batch, dtype):
-    return jnp.sum(batch.weights).astype(dtype)
-
-
-def _microbatch(spec, adapters, weights, inputs):
-    """Gradient and loss sums of one microbatch of this device."""
-    step, batch = inputs
-    run = _layer_run(spec, batch, step)
-    segments = _segment_inputs(spec, adapters, weights)
-    x_BTD = spec.model.embed(_table(spec, weights, "embed"), batch.input_ids)
-    arena = arenas.empty(spec.model.num_layers, x_BTD, axes=spec.mesh.axis_names)
-    carry = (x_BTD, arena)
-    saved = []
-    for segment, segment_inputs in zip(spec.plan.segments, segments, strict=True):
-        carry, kept = layer_passes.forward(run, segment, segment_inputs, carry)
-        saved.append(kept)
-    x_BTD, arena = carry
-    loss, dx_BTD = _loss_and_grad(spec, weights, x_BTD, batch)
-    carry, grads = (dx_BTD, arena), []
-    for index in reversed(range(len(segments))):
-        segment = spec.plan.segments[index]
-        carry, segment_grads = layer_passes.backward(
-            run, segment, segments[index], saved[index], carry
-        )
-        grads.insert(0, segment_grads)
-    grads = jax.tree.map(lambda *parts: jnp.concatenate(parts), *grads)
-    return grads, losses.TokenLoss(loss, _tokens(batch, loss.dtype))
-
-
-def _loss_and_grad(spec, weights, x_BTD, batch):
-    def norm(x_BTD):
-        return spec.model.final_norm(weights["head"]["norm"], x_BTD)
-
-    normed_BTD, pullback = jax.vjp(norm, x_BTD)
-    x_SD, targets_S, weights_S = _head_inputs(normed_BTD, batch)
-    loss, dx_SD = losses.chunked_value_and_grad(
-        x_SD, _table(spec, weights, "head"), targets_S, weights_S
-    )
-    return loss, pullback(dx_SD.reshape(x_BTD.shape))[0]
-
-
-def _microbatch_loss(spec, adapters, weights, batch):
-    run = _layer_run(spec, batch, None)
-    x_BTD = spec.model.embed(_table(spec, weights, "embed"), batch.input_ids)
-    for segment, inputs in zip(
-        spec.plan.segments, _segment_inputs(spec, adapters, weights), strict=True
-    ):
-        x_BTD = layer_passes.forward_only(run, segment, inputs, x_BTD)
-    normed_BTD = spec.model.final_norm(weights["head"]["norm"], x_BTD)
-    x_SD, targets_S, weights_S = _head_inputs(normed_BTD, batch)
-    loss = losses.chunked(x_SD, _table(spec, weights, "head"), targets_S, weights_S)
-    return losses.TokenLoss(loss, _tokens(batch, loss.dtype))
+    zero = jnp.zeros((), jnp.promote_types(dtype, jnp.float32))
+    zero = jax.lax.pcast(zero, axes, to="varying")
+    return losses.TokenLoss(zero, zero)

@@ -1,0 +1,181 @@
+"""Profile-guided latencies: XLA schedules gathers by what they were measured to take.
+
+XLA's own estimate does not hide gathers on a slow link; with a profile of a few steps
+it does. The first steps run as compiled at first and under the profiler, then the step
+is compiled once more with the profile, which is stored for the next run.
+"""
+
+import hashlib
+import logging
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax._src import profiler as jax_profiler
+
+_logger = logging.getLogger(__name__)
+_WARMUP_CALLS = 2
+_PROFILED_CALLS = 3
+_PERCENTILE = 50
+
+
+class GuidedStep:
+    """A jitted step that compiles itself again once it has been measured.
+
+    Call it like the jitted function. It must always get arguments of the same shapes.
+
+    Attributes:
+      compiled: The program in use; None before the first call.
+      guided: Whether that program was compiled with a profile.
+    """
+
+    def __init__(
+        self,
+        jitted: Any,
+        *,
+        compiler_options: dict[str, Any],
+        profile_directory: pathlib.Path | None,
+    ):
+        """Wraps a step.
+
+        Args:
+          jitted: What `jax.jit` returned.
+          compiler_options: Used for each compilation.
+          profile_directory: Where profiles are kept; None switches profiling off.
+        """
+        self._jitted = jitted
+        self._options = compiler_options
+        self._directory = profile_directory
+        self._calls = 0
+        self._settled_at = 0
+        self._collector = jax_profiler.PGLEProfiler(_PROFILED_CALLS, _PERCENTILE)
+        self._lowered: jax.stages.Lowered | None = None
+        self.compiled: jax.stages.Compiled | None = None
+        self.guided = False
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs the step; the calls that are profiled wait for their result."""
+        compiled = self.compiled or self._first(args)
+        self._calls += 1
+        if self.guided or self._directory is None or self._calls <= _WARMUP_CALLS:
+            return compiled(*args)
+        with self._collector.trace(self._collector):
+            results = jax.block_until_ready(compiled(*args))
+        profile = self._collector.consume_fdo_profile()
+        if profile is not None:
+            self._adopt(profile)
+        return results
+
+    @property
+    def settled(self) -> bool:
+        """Whether the next call neither compiles nor profiles nor warms up."""
+        plain = self._directory is None or self.guided
+        return plain and self._calls - self._settled_at >= _WARMUP_CALLS
+
+    def compile(self, *args: Any) -> jax.stages.Compiled:
+        """Compiles without running, with a stored profile if there is one."""
+        return self.compiled or self._first(args)
+
+    def _first(self, args: tuple[Any, ...]) -> jax.stages.Compiled:
+        self._lowered = self._jitted.lower(*args)
+        path = self._path()
+        if path is not None and path.is_file():
+            _logger.info("compiling with the stored profile %s", path)
+            return self._compile(path.read_bytes())
+        self.compiled = self._lowered.compile(compiler_options=self._options)
+        return self.compiled
+
+    def _adopt(self, profile: bytes) -> None:
+        if not profile:
+            _logger.warning(
+                "the profiler returned nothing (another tool may hold it); gathers are "
+                "scheduled by XLA's own estimate"
+            )
+            self._directory = None
+            self._settled_at = self._calls
+            return
+        path = self._path()
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(profile)
+        _logger.info(
+            "compiling the step again with a profile of %d steps", _PROFILED_CALLS
+        )
+        self._compile(profile)
+
+    def _compile(self, profile: bytes) -> jax.stages.Compiled:
+        assert self._lowered is not None
+        options = {**self._options, "fdo_profile": profile}
+        self.compiled = self._lowered.compile(compiler_options=options)
+        self.guided = True
+        self._settled_at = self._calls
+        return self.compiled
+
+    def _path(self) -> pathlib.Path | None:
+        if self._directory is None or self._lowered is None:
+            return None
+        text = "\n".join(
+            (
+                self._lowered.as_text(),
+                repr(sorted(self._options.items())),
+                jax.__version__,
+                jax.devices()[0].device_kind,
+            )
+        )
+        name = hashlib.sha256(text.encode()).hexdigest()[:32]
+        return self._directory / f"{name}.fdo"
+
+
+def exposed_communication_s(
+    trace_directory: pathlib.Path, *, is_communication: Callable[[str], bool]
+) -> tuple[float, float]:
+    """Reads a profiler trace: how long collectives ran, and ran alone.
+
+    Args:
+      trace_directory: What `jax.profiler.trace` wrote.
+      is_communication: Whether a kernel of this name is a collective.
+
+    Returns:
+      (seconds of communication, seconds of it without a computation at the same
+      time), of the first GPU, over the whole trace.
+    """
+    files = sorted(trace_directory.glob("**/*.xplane.pb"))
+    data = jax.profiler.ProfileData.from_file(str(files[-1]))
+    planes = [plane for plane in data.planes if plane.name.startswith("/device:GPU:0")]
+    spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for plane in planes:
+        for line in plane.lines:
+            if not line.name.startswith("Stream"):
+                continue
+            for event in line.events:
+                end = event.start_ns + event.duration_ns
+                spans[is_communication(event.name)].append((event.start_ns, end))
+    communication, computation = _union(spans[True]), _union(spans[False])
+    total = sum(end - start for start, end in communication)
+    return total / 1e9, (total - _overlap(communication, computation)) / 1e9
+
+
+def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    joined: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def _overlap(
+    first: list[tuple[float, float]], second: list[tuple[float, float]]
+) -> float:
+    total, i, j = 0.0, 0, 0
+    while i < len(first) and j < len(second):
+        start = max(first[i][0], second[j][0])
+        end = min(first[i][1], second[j][1])
+        total += max(0.0, end - start)
+        if first[i][1] < second[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total

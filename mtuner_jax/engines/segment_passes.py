@@ -1,0 +1,507 @@
+"""Forward and backward loops over segments of layers, inside `shard_map`.
+
+What a plan calls `rest`, `fwd_keep` and `bwd_keep` happens here: a layer's weights are
+raised from what is held to whole before it runs, in the forward and again in the
+backward loop, and what is kept on the way goes to the backward loop (stacked) or to
+the next forward pass (in the arena). The backward loop is written out with `jax.vjp`
+of one layer instead of differentiating through the scan, so that what lives when is
+decided here and nowhere else.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mtuner_jax import shardings
+from mtuner_jax.engines.protocols import Decoder
+from mtuner_jax.engines.states import Params
+from mtuner_jax.ops import arena as arenas
+from mtuner_jax.ops import dropout, elastic, lora_linear, remat
+from mtuner_jax.planning.arenas import ArenaLayout
+from mtuner_jax.planning.plans import SAVED_TENSORS, Saved, SegmentPlan
+
+# The weights of one layer that are split over devices, in a fixed order.
+Blocks = list[jax.Array]
+
+
+class Layer(NamedTuple):
+    """A layer that is ready to run: its whole weights.
+
+    Attributes:
+      weights: {module: {leaf: array}}.
+      kept: The split weights as far as they were gathered at the segment's keep ratio,
+        or nothing.
+    """
+
+    weights: Params
+    kept: Blocks
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """What is the same for all layers of a part of the batch.
+
+    Attributes:
+      model: The decoder.
+      axes: All mesh axes, slowest link first.
+      context: What `model.context` returned.
+      drop: Randomness of the step, or None.
+      adapters: {module: {"lora_a": [L, ...], "lora_b": [L, ...]}}, marked as varying
+        over the mesh.
+      scalings: {module: [L]}.
+    """
+
+    model: Decoder
+    axes: tuple[str, ...]
+    context: Any
+    drop: lora_linear.Dropout | None
+    adapters: Params
+    scalings: dict[str, jax.Array]
+
+    def layer_adapters(self, layer: jax.Array) -> Params:
+        """The adapters of one layer."""
+        return jax.tree.map(lambda stack: _index(stack, layer), self.adapters)
+
+    def apply(
+        self,
+        weights: Params,
+        adapters: Params,
+        x_BTD: jax.Array,
+        *,
+        layer: jax.Array,
+        tape: remat.Tape,
+    ) -> jax.Array:
+        """One layer on whole weights, [B, T, D] -> [B, T, D]."""
+        loras = {
+            module: lora_linear.Lora(
+                adapter["lora_a"],
+                adapter["lora_b"],
+                _index(self.scalings[module], layer),
+            )
+            for module, adapter in adapters.items()
+        }
+        drop = self.drop
+        if drop is not None:
+            drop = drop._replace(key=dropout.fold_in(drop.key, layer))
+        return self.model.layer(
+            weights,
+            lora_linear.LayerAdapters(loras, drop),
+            x_BTD,
+            context=self.context,
+            tape=tape,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Segment:
+    """One segment's plan, weights and place in the arena.
+
+    Attributes:
+      plan: The treatment.
+      start: Index of its first layer in the model.
+      first: Index of its first layer in the arena.
+      shards: Stacks of this device's share, {module: {leaf: [layers, ...]}}.
+      arena: The arena's layout.
+      axes: All mesh axes, slowest link first.
+    """
+
+    plan: SegmentPlan
+    start: int
+    first: int
+    shards: Params
+    arena: ArenaLayout
+    axes: tuple[str, ...]
+
+    @property
+    def last(self) -> int:
+        """Index of the last layer within the segment."""
+        return self.plan.num_layers - 1
+
+    @property
+    def keeps_forward(self) -> bool:
+        """Whether a copy goes from forward to backward."""
+        return self.plan.fwd_keep_axes > self.plan.rest_axes
+
+    @property
+    def keeps_backward(self) -> bool:
+        """Whether a copy goes from backward to the next forward."""
+        return self.plan.bwd_keep_axes > self.plan.rest_axes
+
+    @property
+    def on_host(self) -> bool:
+        """Whether layer inputs wait in pinned host memory."""
+        return self.plan.saved is Saved.LAYER_INPUT_ON_HOST
+
+    def row(self, kind: str, index: jax.Array | int) -> jax.Array:
+        """First arena row of layer `index`'s "input" or "copy"."""
+        starts = getattr(self.arena, f"{kind}_starts")
+        return _index(jnp.asarray(starts, jnp.int32), self.first + index)
+
+    def held(self, index: jax.Array | int) -> tuple[Blocks, Params]:
+        """Layer `index`'s split weights at rest, and its other ones."""
+        blocks, others = [], {}
+        for module, leaves in self.shards.items():
+            for leaf, stack in leaves.items():
+                if shardings.is_sharded(leaf):
+                    blocks.append(_index(stack, index))
+                else:
+                    others.setdefault(module, {})[leaf] = _index(stack, index)
+        return blocks, others
+
+    def assemble(self, blocks: Blocks, others: Params) -> Params:
+        """Split and other weights, back in one tree."""
+        left = iter(blocks)
+        return {
+            module: {
+                leaf: next(left) if shardings.is_sharded(leaf) else others[module][leaf]
+                for leaf in leaves
+            }
+            for module, leaves in self.shards.items()
+        }
+
+    def block_shapes(self, held: int) -> list[tuple[int, ...]]:
+        """Shapes of a layer's split weights when held over `held` axes."""
+        factor = 1
+        for axis in self.axes[self.plan.rest_axes : held]:
+            factor *= jax.lax.axis_size(axis)
+        return [
+            (stack.shape[1] * factor, *stack.shape[2:])
+            for leaves in self.shards.values()
+            for leaf, stack in leaves.items()
+            if shardings.is_sharded(leaf)
+        ]
+
+    def ready_forward(
+        self, index: jax.Array | int, arena: jax.Array
+    ) -> tuple[Layer, jax.Array]:
+        """Raises layer `index` to whole for its forward pass.
+
+        Starts from the copy of the last backward pass, if there is one, else from what
+        is held at rest.
+        """
+        blocks, others = self.held(index)
+        held = self.plan.rest_axes
+        if self.keeps_backward:
+            held = self.plan.bwd_keep_axes
+            shapes = self.block_shapes(held)
+            blocks, arena = arenas.take(arena, self.row("copy", index), shapes)
+        full, kept = self.through(blocks, held, self.plan.fwd_keep_axes)
+        kept = kept if self.keeps_forward else []
+        return Layer(self.assemble(full, others), kept), arena
+
+    def ready_backward(
+        self, index: jax.Array | int, kept: Blocks, dx_BTD: jax.Array
+    ) -> tuple[Params, Blocks, jax.Array]:
+        """Raises layer `index` to whole for its backward pass.
+
+        Args:
+          index: The layer, within the segment.
+          kept: What its forward pass kept of all layers, stacked, or nothing.
+          dx_BTD: The gradient at hand; nothing is gathered before it is there.
+
+        Returns:
+          (whole weights, the copy for the next forward pass or nothing, dx_BTD).
+        """
+        blocks, others = self.held(index)
+        held = self.plan.rest_axes
+        if self.keeps_forward:
+            held = self.plan.fwd_keep_axes
+            blocks = [_index(stack, index) for stack in kept]
+        if held < len(self.axes):
+            # Loops of one trip are unrolled. Without it XLA then merges this gather
+            # with the forward's, or gathers early, and so keeps whole weights.
+            blocks, dx_BTD = jax.lax.optimization_barrier((blocks, dx_BTD))
+        full, copy = self.through(blocks, held, self.plan.bwd_keep_axes)
+        copy = copy if self.keeps_backward else []
+        return self.assemble(full, others), copy, dx_BTD
+
+    def through(self, blocks: Blocks, held: int, stop: int) -> tuple[Blocks, Blocks]:
+        """(whole weights, their parts held over `stop` axes); see `elastic.through`."""
+        pairs = [
+            elastic.through(block, axes=self.axes, held=held, stop=stop)
+            for block in blocks
+        ]
+        return [full for full, _ in pairs], [part for _, part in pairs]
+
+
+class Kept(NamedTuple):
+    """What a segment's forward loop leaves for its backward loop, stacked by layer.
+
+    Attributes:
+      tensors: The tensors that the plan saves, by name.
+      blocks: Weights kept by `fwd_keep`.
+      inputs: Layer inputs on the host, or None.
+    """
+
+    tensors: Mapping[str, jax.Array]
+    blocks: Blocks
+    inputs: jax.Array | None
+
+
+def forward(
+    run: Run, segments: list[Segment], x_BTD: jax.Array, arena: jax.Array
+) -> tuple[jax.Array, list[Kept], jax.Array]:
+    """Runs the layers of all segments.
+
+    Returns:
+      (x after the last layer, what each segment kept, the arena).
+    """
+    kept: list[Kept] = []
+    ready: Layer | None = None
+    for number, segment in enumerate(segments):
+        following = segments[number + 1] if number + 1 < len(segments) else None
+        if ready is None and segment.plan.prefetch:
+            ready, arena = segment.ready_forward(0, arena)
+        carry = (x_BTD, arena, ready)
+        if segment.plan.prefetch:
+            carry, stacked = _forward_ahead(run, segment, following, carry)
+        else:
+            carry, stacked = _forward_plain(run, segment, carry)
+        x_BTD, arena, ready = carry
+        kept.append(stacked)
+    return x_BTD, kept, arena
+
+
+def _forward_plain(run, segment, carry):
+    """A loop that gathers a layer and runs it; `ready` is its first layer or None."""
+    x_BTD, arena, _ = carry
+
+    def body(carry, index):
+        x_BTD, arena = carry
+        layer, arena = segment.ready_forward(index, arena)
+        x_BTD, arena, left = _run_forward(run, segment, layer, (x_BTD, arena, index))
+        return (x_BTD, arena), left
+
+    indices = jnp.arange(segment.plan.num_layers, dtype=jnp.int32)
+    (x_BTD, arena), left = jax.lax.scan(body, (x_BTD, arena), indices)
+    return (x_BTD, arena, None), left
+
+
+def _forward_ahead(run, segment, following, carry):
+    """A loop that gathers the next layer before it runs the one at hand.
+
+    The last layer runs outside of it, so that the first layer of the following segment
+    can be gathered meanwhile.
+    """
+
+    x_BTD, arena, layer = carry
+
+    def run_one(layer, x_BTD, arena, index):
+        return _run_forward(run, segment, layer, (x_BTD, arena, index))
+
+    def body(carry, index):
+        x_BTD, arena, layer, left = carry
+        next_layer, arena = segment.ready_forward(index + 1, arena)
+        x_BTD, arena, one = run_one(layer, x_BTD, arena, index)
+        return (x_BTD, arena, next_layer, _put(left, one, index)), None
+
+    first = jnp.int32(0)
+    one = jax.eval_shape(run_one, layer, x_BTD, arena, first)[2]
+    left = _room(one, segment.plan.num_layers, run.axes)
+    if segment.last:
+        indices = jnp.arange(segment.last, dtype=jnp.int32)
+        carry = (x_BTD, arena, layer, left)
+        (x_BTD, arena, layer, left), _ = jax.lax.scan(body, carry, indices)
+    next_layer = None
+    if following is not None and following.plan.prefetch:
+        next_layer, arena = following.ready_forward(0, arena)
+    last = jnp.int32(segment.last)
+    x_BTD, arena, one = run_one(layer, x_BTD, arena, last)
+    return (x_BTD, arena, next_layer), _put(left, one, last)
+
+
+def _room(one, num_layers, axes):
+    """Stacks for what each layer leaves.
+
+    They are carried: unlike a scan's own outputs, they also take, without a copy, what
+    a layer outside of the loop leaves.
+    """
+    return jax.tree.map(
+        lambda leaf: jax.lax.pcast(
+            jnp.zeros((num_layers, *leaf.shape), leaf.dtype), axes, to="varying"
+        ),
+        one,
+    )
+
+
+def _put(stacks, one, index):
+    return jax.tree.map(
+        lambda stack, leaf: jax.lax.dynamic_update_index_in_dim(stack, leaf, index, 0),
+        stacks,
+        one,
+    )
+
+
+def _run_forward(run, segment, layer, carry):
+    """Saves a layer's input, runs it and returns (x, arena, what it leaves)."""
+    x_BTD, arena, index = carry
+    inputs = None
+    if segment.on_host:
+        inputs = jax.device_put(x_BTD, jax.memory.Space.Host)
+    else:
+        arena = arenas.write(arena, segment.row("input", index), [x_BTD])
+    tape = remat.Tape(SAVED_TENSORS[segment.plan.saved])
+    number = segment.start + index
+    x_BTD = run.apply(
+        layer.weights, run.layer_adapters(number), x_BTD, layer=number, tape=tape
+    )
+    return x_BTD, arena, Kept(tape.recorded, layer.kept, inputs)
+
+
+def forward_only(run: Run, segment: Segment, x_BTD: jax.Array) -> jax.Array:
+    """A segment for evaluation: gathered from what is held at rest, nothing kept."""
+
+    def body(x_BTD, index):
+        blocks, others = segment.held(index)
+        full, _ = segment.through(blocks, segment.plan.rest_axes, len(segment.axes))
+        number = segment.start + index
+        adapters = run.layer_adapters(number)
+        weights = segment.assemble(full, others)
+        x_BTD = run.apply(weights, adapters, x_BTD, layer=number, tape=remat.Tape())
+        return x_BTD, None
+
+    indices = jnp.arange(segment.plan.num_layers, dtype=jnp.int32)
+    return jax.lax.scan(body, x_BTD, indices)[0]
+
+
+def fill(segment: Segment, arena: jax.Array) -> jax.Array:
+    """Gathers the copies of a segment's layers into the arena."""
+    rest, keep = segment.plan.rest_axes, segment.plan.bwd_keep_axes
+
+    def body(arena, index):
+        blocks, _ = segment.held(index)
+        copy = [
+            elastic.change(block, axes=segment.axes, held=rest, want=keep)
+            for block in blocks
+        ]
+        return arenas.write(arena, segment.row("copy", index), copy), None
+
+    indices = jnp.arange(segment.plan.num_layers, dtype=jnp.int32)
+    return jax.lax.scan(body, arena, indices)[0]
+
+
+class Backwards(NamedTuple):
+    """What the backward loops carry.
+
+    Attributes:
+      dx_BTD: Gradient to the output of the layer at hand.
+      arena: The arena.
+      grads: Sums of adapter gradients, [L, ...] like the adapters.
+    """
+
+    dx_BTD: jax.Array
+    arena: jax.Array
+    grads: Params
+
+
+def backward(
+    run: Run, segments: list[Segment], kept: list[Kept], state: Backwards
+) -> Backwards:
+    """Runs the layers of all segments backwards and adds up adapter gradients."""
+    ready: Params | None = None
+    for number in reversed(range(len(segments))):
+        segment = segments[number]
+        if segment.plan.prefetch:
+            if ready is None:
+                ready, state = _ready(
+                    segment, segment.last, kept[number].blocks, state
+                )
+            before = (segments[number - 1], kept[number - 1]) if number else None
+            state, ready = _backward_ahead(
+                run, segment, (kept[number], before), (state, ready)
+            )
+        else:
+            state = _backward_plain(run, segment, kept[number], state)
+            ready = None
+    return state
+
+
+def _backward_plain(run, segment, kept, state):
+    def body(state, index):
+        x_BTD, state = _take_input(segment, kept, index, state)
+        weights, state = _ready(segment, index, kept.blocks, state)
+        saved = _saved_of(kept, index)
+        return _run_backward(run, segment, (weights, saved, x_BTD, index), state), None
+
+    indices = jnp.arange(segment.plan.num_layers, dtype=jnp.int32)
+    return jax.lax.scan(body, state, indices, reverse=True)[0]
+
+
+def _backward_ahead(run, segment, kept_and_before, state_and_ready):
+    """As `_forward_ahead`, from the last layer to the first."""
+    kept, before = kept_and_before
+    state, ready = state_and_ready
+
+    def body(carry, index):
+        state, weights = carry
+        x_BTD, state = _take_input(segment, kept, index, state)
+        ahead, state = _ready(segment, index - 1, kept.blocks, state)
+        saved = _saved_of(kept, index)
+        state = _run_backward(run, segment, (weights, saved, x_BTD, index), state)
+        return (state, ahead), None
+
+    if segment.last:
+        indices = jnp.arange(1, segment.plan.num_layers, dtype=jnp.int32)
+        (state, ready), _ = jax.lax.scan(body, (state, ready), indices, reverse=True)
+    first = jnp.int32(0)
+    x_BTD, state = _take_input(segment, kept, first, state)
+    ahead = None
+    if before is not None and before[0].plan.prefetch:
+        other, other_kept = before
+        ahead, state = _ready(other, other.last, other_kept.blocks, state)
+    saved = _saved_of(kept, first)
+    return _run_backward(run, segment, (ready, saved, x_BTD, first), state), ahead
+
+
+def _take_input(segment, kept, index, state):
+    """A layer's input; its rows of the arena are free afterwards."""
+    if segment.on_host:
+        x_BTD = jax.device_put(_index(kept.inputs, index), jax.memory.Space.Device)
+        return x_BTD, state
+    shape = state.dx_BTD.shape
+    (x_BTD,), arena = arenas.take(state.arena, segment.row("input", index), [shape])
+    return x_BTD, state._replace(arena=arena)
+
+
+def _ready(segment, index, kept, state):
+    """Whole weights for a layer's backward pass; its copy goes to the arena."""
+    weights, copy, dx_BTD = segment.ready_backward(index, kept, state.dx_BTD)
+    state = state._replace(dx_BTD=dx_BTD)
+    if copy:
+        arena = arenas.write(state.arena, segment.row("copy", index), copy)
+        state = state._replace(arena=arena)
+    return weights, state
+
+
+def _saved_of(kept, index):
+    return {name: _index(stack, index) for name, stack in kept.tensors.items()}
+
+
+def _run_backward(run, segment, layer, state):
+    """The vjp of one layer; its adapter gradients are added to the sums."""
+    weights, saved, x_BTD, index = layer
+    number = segment.start + index
+
+    def apply(adapters, x_BTD):
+        tape = remat.Tape(SAVED_TENSORS[segment.plan.saved], saved=saved)
+        return run.apply(weights, adapters, x_BTD, layer=number, tape=tape)
+
+    _, pullback = jax.vjp(apply, run.layer_adapters(number), x_BTD)
+    # The barrier has the adapters' gradients computed here and not at the end of the
+    # step, with all that they need kept alive, where a loop was unrolled.
+    d_adapters, dx_BTD = jax.lax.optimization_barrier(pullback(state.dx_BTD))
+    grads = jax.tree.map(
+        lambda total, part: jax.lax.dynamic_update_index_in_dim(
+            total, _index(total, number) + part, number, 0
+        ),
+        state.grads,
+        d_adapters,
+    )
+    return state._replace(dx_BTD=dx_BTD, grads=grads)
+
+
+def _index(stack, index):
+    return jax.lax.dynamic_index_in_dim(stack, index, 0, keepdims=False)

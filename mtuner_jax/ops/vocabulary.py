@@ -1,0 +1,93 @@
+"""A vocabulary table that no device holds whole: lookup and loss where the rows are.
+
+Call these inside `jax.shard_map`. `shard_VD` is a device's rows of a table split over
+`axes` with the slowest axis minor, as `ops.elastic` stores weights.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from mtuner_jax.ops import losses
+
+
+def _order(axes: Sequence[str]) -> tuple[str, ...]:
+    return tuple(reversed(axes))
+
+
+def lookup(shard_VD: jax.Array, ids_BT: jax.Array, *, axes: Sequence[str]) -> jax.Array:
+    """Rows of the split table for this device's tokens, [B, T, D].
+
+    One all-gather of all devices' tokens and one reduce-scatter of their vectors, in
+    which each sum has one term that is not zero, so it is exact.
+    """
+    order, rows = _order(axes), shard_VD.shape[0]
+    every_BT = jax.lax.all_gather(ids_BT, order, axis=0, tiled=True)
+    local_BT = every_BT - jax.lax.axis_index(order) * rows
+    mine_BT = (local_BT >= 0) & (local_BT < rows)
+    found = jnp.take(shard_VD, jnp.clip(local_BT, 0, rows - 1), axis=0)
+    found = jnp.where(mine_BT[:, :, None], found, jnp.zeros_like(found))
+    return jax.lax.psum_scatter(found, order, scatter_dimension=0, tiled=True)
+
+
+def value_and_grad(
+    x_SD: jax.Array,
+    shard_VD: jax.Array,
+    token_targets: tuple[jax.Array, jax.Array],
+    *,
+    axes: Sequence[str],
+    vocab_size: int,
+) -> tuple[jax.Array, jax.Array]:
+    """`losses.cross_entropy` of this device's tokens on the split table.
+
+    Args:
+      x_SD: This device's tokens, [S, D].
+      shard_VD: This device's rows.
+      token_targets: Targets and weights, each [S].
+      axes: Mesh axes that the table is split over, slowest link first.
+      vocab_size: Rows that are tokens; the others are padding.
+
+    Returns:
+      (sum of this device's losses, gradient to its tokens [S, D]). Per chunk of
+      tokens, one all-gather and one reduce-scatter of vectors, and two reductions of
+      a number per token.
+    """
+    size = losses.chunk_tokens(x_SD.shape[0], shard_VD.shape[0])
+    chunks = jax.tree.map(
+        lambda array: array.reshape(-1, size, *array.shape[1:]), (x_SD, *token_targets)
+    )
+
+    def body(_, chunk):
+        return None, _chunk(chunk, shard_VD, axes=axes, vocab_size=vocab_size)
+
+    _, (sums, dx) = jax.lax.scan(body, None, chunks)
+    return sums.sum(), dx.reshape(x_SD.shape)
+
+
+def _chunk(chunk, shard_VD, *, axes, vocab_size):
+    order, rows = _order(axes), shard_VD.shape[0]
+    wide = jnp.promote_types(shard_VD.dtype, jnp.float32)
+    x_SD, targets_S, weights_S = (
+        jax.lax.all_gather(part, order, axis=0, tiled=True) for part in chunk
+    )
+    first = jax.lax.axis_index(order) * rows
+    logits_SV = jnp.einsum("sd,vd->sv", x_SD, shard_VD, preferred_element_type=wide)
+    columns_V = first + jnp.arange(rows, dtype=targets_S.dtype)
+    logits_SV = jnp.where(
+        columns_V[None, :] < vocab_size, logits_SV, jnp.finfo(wide).min
+    )
+    top_S = jax.lax.pmax(logits_SV.max(axis=-1), order)
+    exp_SV = jnp.exp(logits_SV - top_S[:, None])
+    total_S = jax.lax.psum(exp_SV.sum(axis=-1), order)
+    hit_SV = columns_V[None, :] == targets_S[:, None]
+    picked = jnp.where(hit_SV, logits_SV, jnp.zeros_like(logits_SV)).sum(axis=-1)
+    loss_S = jnp.log(total_S) + top_S - jax.lax.psum(picked, order)
+    share_SV = exp_SV / total_S[:, None] - hit_SV.astype(wide)
+    share_SV = (share_SV * weights_S.astype(wide)[:, None]).astype(shard_VD.dtype)
+    dx_SD = jnp.einsum("sv,vd->sd", share_SV, shard_VD)
+    dx_SD = jax.lax.psum_scatter(dx_SD, order, scatter_dimension=0, tiled=True)
+    mine = chunk[1].shape[0]
+    start = jax.lax.axis_index(order) * mine
+    own_S = jax.lax.dynamic_slice_in_dim(loss_S, start, mine, 0)
+    return jnp.sum(own_S * chunk[2].astype(wide)), dx_SD
