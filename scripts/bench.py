@@ -61,6 +61,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--embedding", default="gathered", type=plans.Table)
     parser.add_argument("--head", default="gathered", type=plans.Table)
     parser.add_argument("--no_profile", action="store_true", help="no guided compile")
+    parser.add_argument(
+        "--xla", action="append", default=[], help="option=value for the compiler"
+    )
     parser.add_argument("--trace", action="store_true", help="exposed communication")
     parser.add_argument("--max_length", type=int, default=4096)
     parser.add_argument("--dtype", default="bfloat16")
@@ -203,11 +206,11 @@ def main() -> None:
     batch = elastic_step.put(elastic_step.cut(rows, plan), mesh)
     arenas = elastic_step.init_arenas(spec, weights, max_length=args.max_length)
     guided = not on_cpu and mesh.size > 1 and not args.no_profile
+    options = compiling.options(on_gpu=not on_cpu, merge_gathers=plan.merge_gathers)
+    options |= dict(option.split("=", 1) for option in args.xla)
     step = profile_guided.GuidedStep(
         elastic_step.build_train(spec, optimizer),
-        compiler_options=compiling.options(
-            on_gpu=not on_cpu, merge_gathers=plan.merge_gathers
-        ),
+        compiler_options=options,
         profile_directory=pathlib.Path(tempfile.mkdtemp()) if guided else None,
     )
     print(plans.table(plan))
