@@ -37,6 +37,7 @@ CASES = {
     "first pattern wins": {"rank_pattern": {r".*\.1\..*": 3, "q_proj": 5}},
     "dot matches any character": {"rank_pattern": {"layers.1.mlp.up_proj": 3}},
     "alternatives": {"rank_pattern": {"q_proj|k_proj": 3}, "use_rslora": True},
+    "end of the path": {"rank_pattern": {r"layers\.1\.self_attn|up_proj": 3}},
     "anchored": {"rank_pattern": {r"^model\.layers\.0\.mlp\.up_proj": 3}},
     "alpha": {"alpha_pattern": {r"layers\.\d\.mlp\..*": 3.0}, "lora_alpha": 12.0},
     "both": {

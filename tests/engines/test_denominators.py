@@ -72,6 +72,15 @@ def test_every_cut_of_the_batch_gives_the_token_mean():
     rows = lopsided_rows()
     want_updates, want = run_step(rows, CUTS["at once"])
     assert float(want.trained_tokens) == 15.0
+    plain = tiny.PlainStep(model=MODEL, specs=SPECS, optimizer=OPTIMIZER)
+    loss, grads = jax.jit(jax.value_and_grad(plain.loss))(
+        tiny.filled(SPECS, dtype=np.float64),
+        tiny.parameters(MODEL, dtype=np.float64),
+        rows,
+        jnp.int32(0),
+    )
+    comparing.assert_trees_close(want.loss, np.asarray(loss))
+    comparing.assert_trees_close(want_updates, jax.tree.map(lambda g: -g, grads))
     for name, mesh in (("accumulated", "1"), ("two devices", "2")):
         updates, metrics = run_step(rows, CUTS[name], mesh=mesh)
         comparing.assert_trees_close(updates, want_updates)

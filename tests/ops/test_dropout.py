@@ -62,6 +62,10 @@ def test_neighbouring_features_positions_and_samples_are_independent():
         first, second = np.delete(keep, -1, axis), np.delete(keep, 0, axis)
         agreement = 4 * (first * second).mean()
         assert abs(agreement) < 6 / np.sqrt(first.size)
+    # Every feature with every one of the next token: no counter is used twice.
+    here, after = keep[:, :-1].reshape(-1, FEATURES), keep[:, 1:].reshape(-1, FEATURES)
+    agreements = 4 * here.T @ after / len(here)
+    assert np.all(abs(agreements) < 6 / np.sqrt(len(here)))
 
 
 def test_a_token_has_the_same_mask_in_every_packing_and_batch_shape():
