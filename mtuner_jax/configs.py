@@ -154,6 +154,9 @@ class RunConfig(OptimizerConfig):
       attention: `auto`, `xla` or `cudnn`.
       plan: `fsdp` (nothing kept), `replicated`, or a plan's JSON file.
       output_dir: Folder of the run: log, metrics, checkpoints, adapter.
+      gradient_checkpointing: Keep only layer inputs for the backward pass and redo
+        the rest; less memory, more computation. Plans from a file decide themselves.
+      profile_guided: On several GPUs, compile the step again after measuring it.
       max_length: Tokens in a row.
       packing: Several samples in a row, best fit, without seeing each other.
       val_size: Held-out share (below 1) or number of samples; 0 for none.
@@ -184,6 +187,8 @@ class RunConfig(OptimizerConfig):
     dtype: str = "auto"
     attention: str = "auto"
     plan: str = "fsdp"
+    gradient_checkpointing: bool = False
+    profile_guided: bool = True
     output_dir: str = "runs/default"
     lora: LoraConfig = LoraConfig()
     dataset: DatasetConfig = DatasetConfig()

@@ -22,7 +22,13 @@ from mtuner_jax import accelerators, meshes, platforms, sizes
 from mtuner_jax.adapters import lora
 from mtuner_jax.checkpoints import hf_export, hf_import, metas, step_dirs, store
 from mtuner_jax.configs import ConfigError, Platform, RunConfig
-from mtuner_jax.engines import base_weights, compiling, elastic_step, flops
+from mtuner_jax.engines import (
+    base_weights,
+    compiling,
+    elastic_step,
+    flops,
+    profile_guided,
+)
 from mtuner_jax.engines.states import Params, TrainState
 from mtuner_jax.ops import attention
 from mtuner_jax.planning import plans
@@ -124,13 +130,15 @@ def train(config: RunConfig, argv: list[str]) -> None:
                     total_steps,
                 )
             else:
-                programs = make_programs(spec, optimizer, learning_rate, on_gpu=on_gpu)
+                programs = make_programs(config, spec, optimizer, learning_rate)
                 loop = loops.Loop(
                     config,
                     programs,
                     weights=weights,
-                    train_data=data.train,
-                    eval_data=data.eval,
+                    arenas=elastic_step.init_arenas(
+                        spec, weights, max_length=config.max_length
+                    ),
+                    data=data,
                     keeper=keeper,
                 )
                 reporter = reports.Reporter(
@@ -189,7 +197,7 @@ def rows_per_step(config: RunConfig, num_devices: int) -> int:
 
 
 def make_plan(
-    config: RunConfig, num_layers: int, mesh: Mesh, *, rows: int
+    config: RunConfig, model: llama.Llama, mesh: Mesh, *, rows: int, on_gpu: bool
 ) -> plans.Plan:
     """The plan by name, or from a file."""
     if config.plan.endswith(".json"):
@@ -202,12 +210,26 @@ def make_plan(
         return plan
     per_device = -(-rows // mesh.size)
     microbatch = min(config.per_device_train_batch_size, per_device)
+    saved = (
+        plans.Saved.LAYER_INPUT
+        if config.gradient_checkpointing
+        else plans.Saved.ATTENTION_AND_GATES
+    )
+    tokens = mesh.size * microbatch * config.max_length
+    on_several_gpus = on_gpu and mesh.size > 1
     return plans.static(
         name=config.plan,
-        num_layers=num_layers,
+        num_layers=model.num_layers,
         mesh_sizes=tuple(mesh.devices.shape),
         rows=(microbatch, -(-per_device // microbatch)),
-        saved=plans.Saved.ATTENTION_AND_GATES,
+        saved=saved,
+        prefetch=on_several_gpus,
+        merge_gathers=on_several_gpus,
+        # Moving the tokens' vectors is cheaper than moving the table.
+        embedding=(
+            plans.Table.SPLIT if tokens < model.vocab_size else plans.Table.GATHERED
+        ),
+        weight_dtype=base_dtype(config, on_gpu=on_gpu),
     )
 
 
@@ -223,18 +245,12 @@ def make_spec(
     )
     model = llama.Llama(opened.config, attention_implementation=implementation)
     specs = lora.resolve(config.lora, model.linears(), num_layers=model.num_layers)
-    plan = make_plan(config, model.num_layers, mesh, rows=rows)
+    plan = make_plan(config, model, mesh, rows=rows, on_gpu=on_gpu)
     _logger.info("model %s: %s", opened.name, opened.path)
     _logger.info("%s", lora.describe(specs, num_frozen=model.num_parameters))
-    _logger.info(
-        "plan %s: %d rows a step = %d x %d devices x %d rows, attention %s",
-        config.plan,
-        rows,
-        plan.accumulation,
-        mesh.size,
-        plan.microbatch,
-        implementation,
-    )
+    _logger.info("plan %s, attention %s:", config.plan, implementation)
+    for line in plans.table(plan).splitlines():
+        _logger.info("  %s", line)
     if plan.rows > rows:
         _logger.warning("%d rows of each step are padding", plan.rows - rows)
     return elastic_step.StepSpec(
@@ -309,13 +325,20 @@ def restore(
 
 
 def make_programs(
-    spec: elastic_step.StepSpec, optimizer: Any, learning_rate: Any, *, on_gpu: bool
+    config: RunConfig, spec: elastic_step.StepSpec, optimizer: Any, learning_rate: Any
 ) -> loops.Programs:
-    """The jitted programs of the run."""
-    options = compiling.options(on_gpu=on_gpu)
+    """The programs of the run; on several GPUs the step is compiled by a profile."""
+    on_gpu = spec.mesh.devices.flat[0].platform != "cpu"
+    options = compiling.options(on_gpu=on_gpu, merge_gathers=spec.plan.merge_gathers)
+    guided = on_gpu and spec.mesh.size > 1 and config.profile_guided
+    directory = pathlib.Path(jax.config.jax_compilation_cache_dir or "") / "profiles"
     return loops.Programs(
         spec=spec,
-        train=elastic_step.build_train(spec, optimizer, compiler_options=options),
+        train=profile_guided.GuidedStep(
+            elastic_step.build_train(spec, optimizer),
+            compiler_options=options,
+            profile_directory=directory if guided else None,
+        ),
         evaluate=elastic_step.build_eval(spec, compiler_options=options),
         learning_rate=learning_rate,
     )

@@ -105,6 +105,7 @@ class StepArguments(NamedTuple):
     state: TrainState
     weights: Params
     batch: Batch
+    arenas: elastic_step.Arenas
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -206,10 +207,18 @@ def abstract_arguments(
         return Batch(**{**fields, "weights": jnp.zeros(shape, jnp.float32)})
 
     split_rows = NamedSharding(mesh, P(None, mesh.axis_names))
+    arenas = elastic_step.abstract_arenas(spec, max_length=max_length, dtype=dtype)
     return StepArguments(
-        state=_placed(jax.eval_shape(init), NamedSharding(mesh, P())),
+        state=jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=sharding
+            ),
+            jax.eval_shape(init),
+            elastic_step.state_shardings(spec, optimizer),
+        ),
         weights=base_weights.layout(spec.model, plan, mesh, dtype=dtype),
         batch=_placed(jax.eval_shape(rows), split_rows),
+        arenas=arenas,
     )
 
 
@@ -230,7 +239,11 @@ def compile_train(
     """
     arguments = abstract_arguments(spec, optimizer, max_length=max_length, dtype=dtype)
     step = elastic_step.build_train(
-        spec, optimizer, compiler_options=compiling.options(on_gpu=True)
+        spec,
+        optimizer,
+        compiler_options=compiling.options(
+            on_gpu=True, merge_gathers=spec.plan.merge_gathers
+        ),
     )
     start = time.perf_counter()
     compiled = step.lower(*arguments).compile()

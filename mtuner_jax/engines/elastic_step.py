@@ -123,6 +123,21 @@ def init_arenas(spec: StepSpec, weights: Params, *, max_length: int) -> Arenas:
     return jax.jit(sharded)(weights) if parts else {}
 
 
+def abstract_arenas(spec: StepSpec, *, max_length: int, dtype: Any) -> Arenas:
+    """Shapes and shardings of what `init_arenas` returns."""
+    sharding = NamedSharding(spec.mesh, P(spec.axes))
+    layouts = {
+        part: step_specs.arena_layout(spec, part, max_length=max_length)
+        for part in _kept_parts(spec, max_length=max_length)
+    }
+    return {
+        part: jax.ShapeDtypeStruct(
+            (spec.mesh.size, layout.rows, layout.width), dtype, sharding=sharding
+        )
+        for part, layout in layouts.items()
+    }
+
+
 def build_train(
     spec: StepSpec,
     optimizer: optax.GradientTransformation,

@@ -406,9 +406,7 @@ def backward(
         segment = segments[number]
         if segment.plan.prefetch:
             if ready is None:
-                ready, state = _ready(
-                    segment, segment.last, kept[number].blocks, state
-                )
+                ready, state = _ready(segment, segment.last, kept[number].blocks, state)
             before = (segments[number - 1], kept[number - 1]) if number else None
             state, ready = _backward_ahead(
                 run, segment, (kept[number], before), (state, ready)

@@ -20,7 +20,7 @@ from mtuner_jax.configs import RunConfig
 from mtuner_jax.engines import elastic_step
 from mtuner_jax.engines.states import Batch, Params, StepMetrics, TrainState
 from mtuner_jax.training import metrics, reports
-from mtuner_jax.training.data import pipelines
+from mtuner_jax.training.data import loading
 
 _logger = logging.getLogger(__name__)
 
@@ -31,13 +31,13 @@ class Programs:
 
     Attributes:
       spec: What they were built from.
-      train: (state, weights, batch) -> (state, StepMetrics).
+      train: (state, weights, batch, arenas) -> (state, StepMetrics, arenas).
       evaluate: (adapters, weights, batch) -> TokenLoss.
       learning_rate: Optimizer steps done -> the next step's rate.
     """
 
     spec: elastic_step.StepSpec
-    train: Callable[[TrainState, Params, Batch], tuple[TrainState, StepMetrics]]
+    train: Callable[..., tuple[TrainState, StepMetrics, elastic_step.Arenas]]
     evaluate: Callable[[Params, Params, Batch], Any]
     learning_rate: optax.Schedule
 
@@ -77,15 +77,16 @@ class Loop:
         programs: Programs,
         *,
         weights: Params,
-        train_data: pipelines.TrainData,
-        eval_data: pipelines.EvalData | None,
+        arenas: elastic_step.Arenas,
+        data: loading.RunData,
         keeper: Keeper,
     ):
         self._config = config
         self._programs = programs
         self._weights = weights
-        self._train_data = train_data
-        self._eval_data = eval_data
+        self._arenas = arenas
+        self._train_data = data.train
+        self._eval_data = data.eval
         self._keeper = keeper
         self._pending: _Pending | None = None
         self._last_end = 0.0
@@ -123,7 +124,9 @@ class Loop:
         rows = next(self._train_data)
         batch = elastic_step.put(elastic_step.cut(rows, spec.plan), spec.mesh)
         data_time = time.perf_counter() - start
-        state, step_metrics = self._programs.train(state, self._weights, batch)
+        state, step_metrics, self._arenas = self._programs.train(
+            state, self._weights, batch, self._arenas
+        )
         self._flush(reporter)
         self._pending = _Pending(
             step=step,
