@@ -23,7 +23,7 @@ from mtuner_jax.engines.step_specs import StepSpec
 from mtuner_jax.ops import dropout, losses
 from mtuner_jax.planning.plans import Plan
 
-Arenas = dict[str, jax.Array]
+Arenas = dict[str, Any]
 
 
 def cut(batch: Batch, plan: Plan) -> Batch:
@@ -78,12 +78,10 @@ def init_state(spec: StepSpec, optimizer: optax.GradientTransformation) -> Train
     return jax.jit(init, out_shardings=state_shardings(spec, optimizer))(key)
 
 
-def state_shardings(
-    spec: StepSpec, optimizer: optax.GradientTransformation
-) -> TrainState:
-    """Shardings of the state: moments lie where their adapters lie."""
+def state_shardings(spec: StepSpec, optimizer: Any) -> Any:
+    """A `TrainState` of shardings: moments lie where their adapters lie."""
     adapters = step_specs.named(spec, step_specs.adapter_specs(spec))
-    replicated = NamedSharding(spec.mesh, P())
+    replicated: Any = NamedSharding(spec.mesh, P())
     abstract = jax.eval_shape(lambda: lora.init(spec.adapters, jax.random.key(0)))
     opt_state = optax.tree.map_params(
         optimizer,

@@ -106,7 +106,7 @@ class GuidedStep:
 
     def _compile(self, profile: bytes) -> jax.stages.Compiled:
         assert self._lowered is not None
-        options = {**self._options, "fdo_profile": profile}
+        options: Any = {**self._options, "fdo_profile": profile}
         self.compiled = self._lowered.compile(compiler_options=options)
         self.guided = True
         self._settled_at = self._calls

@@ -142,7 +142,8 @@ class Segment:
 
     def held(self, index: jax.Array | int) -> tuple[Blocks, Params]:
         """Layer `index`'s split weights at rest, and its other ones."""
-        blocks, others = [], {}
+        blocks: Blocks = []
+        others: Params = {}
         for module, leaves in self.shards.items():
             for leaf, stack in leaves.items():
                 if shardings.is_sharded(leaf):

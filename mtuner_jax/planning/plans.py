@@ -15,6 +15,7 @@ from typing import Any
 from mtuner_jax.configs import ConfigError
 
 VERSION = 2
+_TYPE_NAMES = {int: "an integer", bool: "true or false", str: "a string"}
 
 
 class Saved(enum.StrEnum):
@@ -126,6 +127,10 @@ class Plan:
     def __post_init__(self):
         if not self.segments:
             raise ConfigError("plan: no segments")
+        for record in (self, *self.segments):
+            _check_types(record)
+        for size in self.mesh_sizes:
+            _check_type("mesh_sizes", size, int)
         for index, segment in enumerate(self.segments):
             _check_segment(segment, index, len(self.mesh_sizes))
         for name in ("microbatch", "accumulation", "tail_chunks"):
@@ -226,21 +231,27 @@ def from_json(text: str) -> Plan:
     """Reads what `to_json` wrote.
 
     Raises:
-      ConfigError: Another version, or a field that is missing or unknown.
+      ConfigError: No JSON, another version, or a field that is missing, unknown or
+        of another type.
     """
-    content: dict[str, Any] = json.loads(text)
+    try:
+        content: dict[str, Any] = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"plan: not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"plan: a JSON object, not {type(content).__name__}")
     version = content.pop("version", None)
     if version != VERSION:
         raise ConfigError(f"plan version {version} is not {VERSION}; plan again")
     kinds = {"embedding": Table, "head": Table, "adapters": AdapterState}
     try:
         segments = tuple(
-            SegmentPlan(**{**segment, "saved": Saved(segment["saved"])})
-            for segment in content.pop("segments")
+            SegmentPlan(**{**entry, "saved": _choice("saved", entry["saved"], Saved)})
+            for entry in content.pop("segments")
         )
         mesh_sizes = tuple(content.pop("mesh_sizes"))
         chosen = {
-            name: kinds[name](value) if name in kinds else value
+            name: _choice(name, value, kinds[name]) if name in kinds else value
             for name, value in content.items()
         }
         return Plan(segments=segments, mesh_sizes=mesh_sizes, **chosen)
@@ -287,6 +298,24 @@ def table(plan: Plan) -> str:
 def _ratio(mesh_sizes: tuple[int, ...], axes: int) -> str:
     devices = math.prod(mesh_sizes[axes:])
     return "1" if devices == 1 else f"1/{devices}"
+
+
+def _choice(name: str, value: Any, kind: type[enum.StrEnum]) -> enum.StrEnum:
+    if value not in list(kind):
+        raise ConfigError(f"plan: {name}={value!r}; one of {', '.join(kind)}")
+    return kind(value)
+
+
+def _check_types(record: "SegmentPlan | Plan") -> None:
+    for field in dataclasses.fields(record):
+        if field.type in _TYPE_NAMES:
+            _check_type(field.name, getattr(record, field.name), field.type)
+
+
+def _check_type(name: str, value: Any, kind: Any) -> None:
+    # A bool is an int to Python, not in a plan.
+    if type(value) is not kind:
+        raise ConfigError(f"plan: {name}={value!r} is not {_TYPE_NAMES[kind]}")
 
 
 def _check_segment(segment: SegmentPlan, index: int, num_axes: int) -> None:
