@@ -50,7 +50,7 @@ def run_step(rows, cut, *, mesh="1"):
     before = tiny.filled(SPECS, dtype=dtype)
     state = TrainState(before, OPTIMIZER.init(before), jnp.int32(0))
     batch = elastic_step.put(elastic_step.cut(rows, plan), mesh)
-    state, metrics = step(state, weights, batch)
+    state, metrics, _ = step(state, weights, batch, {})
     updates = jax.tree.map(np.subtract, jax.device_get(state.adapters), before)
     return updates, jax.device_get(metrics)
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from models import llama
 from mtuner_jax import meshes
@@ -31,10 +32,14 @@ def batches(plan, rng):
         yield tiny.batch(rng, rows=rows, tokens=TOKENS, vocab_size=120)
 
 
-def test_step_and_evaluation_are_traced_once_each():
+@pytest.mark.parametrize("bwd_keep_axes", [0, 2])
+def test_step_and_evaluation_are_traced_once_each(bwd_keep_axes):
     model = CountingLlama(tiny.CONFIG)
     mesh = meshes.make(meshes.parse("2x2x2"), jax.devices())
-    plan = plans.static(name="fsdp", num_layers=3, mesh_sizes=(2, 2, 2), rows=(1, 2))
+    segment = plans.SegmentPlan(num_layers=3, bwd_keep_axes=bwd_keep_axes)
+    plan = plans.Plan(
+        mesh_sizes=(2, 2, 2), segments=(segment,), microbatch=1, accumulation=2
+    )
     spec = elastic_step.StepSpec(
         model=model, plan=plan, mesh=mesh, adapters=tiny.adapters(model)
     )
@@ -42,16 +47,18 @@ def test_step_and_evaluation_are_traced_once_each():
     abstract = base_weights.layout(model, plan, mesh, dtype=jnp.float32)
     weights = base_weights.random(abstract, jax.random.key(0))
     state = elastic_step.init_state(spec, optimizer)
+    arenas = elastic_step.init_arenas(spec, weights, max_length=TOKENS)
+    assert bool(arenas) == plan.keeps_copies == (bwd_keep_axes > 0)
     train = elastic_step.build_train(spec, optimizer)
     evaluate = elastic_step.build_eval(spec)
     rng = np.random.default_rng(0)
-    after_one = None
+    before, after_one = CountingLlama.traces, None
     for rows in batches(plan, rng):
         batch = elastic_step.put(elastic_step.cut(rows, plan), mesh)
-        state, _ = train(state, weights, batch)
+        state, _, arenas = train(state, weights, batch, arenas)
         evaluate(state.adapters, weights, batch)
         after_one = after_one or CountingLlama.traces
     # A trace may run the loop's body more than once; a second step must not.
-    assert CountingLlama.traces == after_one
+    assert before < CountingLlama.traces == after_one
     assert train._cache_size() == evaluate._cache_size() == 1
     assert int(state.step) == STEPS

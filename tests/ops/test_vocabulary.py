@@ -9,7 +9,7 @@ from mtuner_jax.ops import losses, vocabulary
 from tests import comparing
 
 VOCAB, PADDED, WIDTH = 37, 40, 6
-ROWS, TOKENS = 4, 6  # two chunks of the loss
+ROWS, TOKENS = 8, 12  # some chunks of the loss
 MESHES = ("2x2x2", "2x4", "8", "2", "1")
 
 
@@ -107,7 +107,7 @@ def test_loss_and_gradient_of_each_device_are_those_of_the_whole_table(mesh):
     table_VD, split_VD = table(mesh)
     x_SD, targets_S, weights_S = tokens(mesh)
     want = unsplit_loss(mesh, x_SD, table_VD, targets_S, weights_S)
-    assert losses.chunk_tokens(ROWS * TOKENS, PADDED // mesh.size) == 12
+    assert losses.chunk_tokens(ROWS * TOKENS, PADDED // mesh.size) < ROWS * TOKENS
     got = split_loss(mesh)(x_SD, split_VD, targets_S, weights_S)
     comparing.assert_trees_close(jax.device_get(got), want)
 
