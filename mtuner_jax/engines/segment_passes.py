@@ -210,11 +210,12 @@ class Segment:
         held = self.plan.rest_axes
         if self.keeps_forward:
             held = self.plan.fwd_keep_axes
-            blocks = [_index(stack, index) for stack in kept]
+            blocks = list[jax.Array](_index(stack, index) for stack in kept)
         if held < len(self.axes):
             # Loops of one trip are unrolled. Without it XLA then merges this gather
             # with the forward's, or gathers early, and so keeps whole weights.
-            blocks, dx_BTD = jax.lax.optimization_barrier((blocks, dx_BTD))
+            tied: Any = jax.lax.optimization_barrier((blocks, dx_BTD))
+            blocks, dx_BTD = tied
         full, copy = self.through(blocks, held, self.plan.bwd_keep_axes)
         copy = copy if self.keeps_backward else []
         return self.assemble(full, others), copy, dx_BTD

@@ -8,7 +8,7 @@ import numpy as np
 
 LOGIT_BYTES = 256 * 2**20
 _MIN_CHUNKS = 8
-_MIN_CHUNK_TOKENS = 16
+_MIN_CHUNK_TOKENS = 32
 
 
 class TokenLoss(NamedTuple):

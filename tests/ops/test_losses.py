@@ -94,7 +94,7 @@ def test_logits_of_all_tokens_never_exist(run):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "fit", "want"), [(24, 100, 12), (16, 100, 16), (24, 9, 8), (23, 9, 1)]
+    ("tokens", "fit", "want"), [(48, 100, 24), (32, 100, 32), (24, 9, 8), (23, 9, 1)]
 )
 def test_chunks_are_the_largest_divisor_that_fits(tokens, fit, want):
     got = losses.chunk_tokens(tokens, VOCAB, limit_bytes=4 * VOCAB * fit)
@@ -111,7 +111,7 @@ def test_16_bit_inputs_sum_in_float32():
 
 def test_chunks_without_loss_are_skipped():
     """A token without loss may hold anything, even NaN, in a chunk of its kind."""
-    tokens, width, vocab = 64, 8, 32
+    tokens, width, vocab = 128, 8, 32
     x_SD = np.random.default_rng(0).normal(size=(tokens, width)).astype(np.float32)
     weights_S = np.zeros(tokens, np.float32)
     weights_S[::4] = 1.0
