@@ -203,7 +203,8 @@ def static(
     """
     if name not in ("fsdp", "replicated"):
         raise ConfigError(f"plan={name!r} is unknown; use fsdp, replicated or a file")
-    whole = len(mesh_sizes) if name == "replicated" else 0
+    one_device = math.prod(mesh_sizes) == 1  # holds everything anyway
+    whole = len(mesh_sizes) if name == "replicated" or one_device else 0
     names = {field.name for field in dataclasses.fields(SegmentPlan)}
     segment = SegmentPlan(
         num_layers=num_layers,
