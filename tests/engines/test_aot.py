@@ -200,15 +200,16 @@ def test_copies_kept_after_backward_cost_their_arena(nothing_kept, bwd_keep_axes
     was, now = nothing_kept.result.allocated, kept.result.allocated
     assert now.arguments - was.arguments == arena_bytes(kept.spec, tokens=TOKENS) > 0
     assert now.arguments == argument_bytes(kept, tokens=TOKENS)
-    assert now.outputs == was.outputs == 0  # the arena is donated
+    assert now.outputs <= was.outputs + 8  # one more pointer: the arena is donated
     # Inputs were in an arena of the step's own before. Beyond that, at most the copy
     # on its way to the arena and the one at hand: within a layer's whole weights.
-    rows = [
-        layout_of(compiled.spec, tokens=TOKENS).rows
-        for compiled in (nothing_kept, kept)
+    arenas = [
+        2 * layout.rows * layout.width
+        for layout in (
+            layout_of(compiled.spec, tokens=TOKENS) for compiled in (nothing_kept, kept)
+        )
     ]
-    width = layout_of(kept.spec, tokens=TOKENS).width
-    surplus = now.total - was.total - 2 * width * (rows[1] - rows[0])
+    surplus = now.total - was.total - (arenas[1] - arenas[0])
     assert 0 <= surplus <= layer_bytes(SMALL)
 
 
