@@ -40,6 +40,18 @@ class Layer(NamedTuple):
     kept: Blocks
 
 
+class Forwards(NamedTuple):
+    """What the forward loops carry.
+
+    Attributes:
+      x_BTD: Input of the layer at hand.
+      arena: The arena.
+    """
+
+    x_BTD: jax.Array
+    arena: jax.Array
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
     """What is the same for all layers of a part of the batch.
@@ -176,22 +188,28 @@ class Segment:
         ]
 
     def ready_forward(
-        self, index: jax.Array | int, arena: jax.Array
-    ) -> tuple[Layer, jax.Array]:
+        self, index: jax.Array | int, state: Forwards
+    ) -> tuple[Layer, Forwards]:
         """Raises layer `index` to whole for its forward pass.
 
         Starts from the copy of the last backward pass, if there is one, else from what
-        is held at rest.
+        is held at rest. Nothing is gathered before `state.x_BTD` is there.
         """
         blocks, others = self.held(index)
         held = self.plan.rest_axes
         if self.keeps_backward:
             held = self.plan.bwd_keep_axes
             shapes = self.block_shapes(held)
-            blocks, arena = arenas.take(arena, self.row("copy", index), shapes)
+            blocks, arena = arenas.take(state.arena, self.row("copy", index), shapes)
+            state = state._replace(arena=arena)
+        if held < len(self.axes):
+            # Loops of one trip are unrolled; without it XLA gathers early there.
+            tied: Any = jax.lax.optimization_barrier((blocks, state.x_BTD))
+            blocks = tied[0]
+            state = state._replace(x_BTD=tied[1])
         full, kept = self.through(blocks, held, self.plan.fwd_keep_axes)
         kept = kept if self.keeps_forward else []
-        return Layer(self.assemble(full, others), kept), arena
+        return Layer(self.assemble(full, others), kept), state
 
     def ready_backward(
         self, index: jax.Array | int, kept: Blocks, dx_BTD: jax.Array
@@ -253,66 +271,59 @@ def forward(
     """
     kept: list[Kept] = []
     ready: Layer | None = None
+    state = Forwards(x_BTD, arena)
     for number, segment in enumerate(segments):
         following = segments[number + 1] if number + 1 < len(segments) else None
-        if ready is None and segment.plan.prefetch:
-            ready, arena = segment.ready_forward(0, arena)
-        carry = (x_BTD, arena, ready)
         if segment.plan.prefetch:
-            carry, stacked = _forward_ahead(run, segment, following, carry)
+            if ready is None:
+                ready, state = segment.ready_forward(0, state)
+            state, ready, left = _forward_ahead(run, segment, following, (state, ready))
         else:
-            carry, stacked = _forward_plain(run, segment, carry)
-        x_BTD, arena, ready = carry
-        kept.append(stacked)
-    return x_BTD, kept, arena
+            state, left = _forward_plain(run, segment, state)
+            ready = None
+        kept.append(left)
+    return state.x_BTD, kept, state.arena
 
 
-def _forward_plain(run, segment, carry):
-    """A loop that gathers a layer and runs it; `ready` is its first layer or None."""
-    x_BTD, arena, _ = carry
+def _forward_plain(run, segment, state):
+    """A loop that gathers a layer and runs it."""
 
-    def body(carry, index):
-        x_BTD, arena = carry
-        layer, arena = segment.ready_forward(index, arena)
-        x_BTD, arena, left = _run_forward(run, segment, layer, (x_BTD, arena, index))
-        return (x_BTD, arena), left
+    def body(state, index):
+        layer, state = segment.ready_forward(index, state)
+        return _run_forward(run, segment, layer, (state, index))
 
     indices = jnp.arange(segment.plan.num_layers, dtype=jnp.int32)
-    (x_BTD, arena), left = jax.lax.scan(body, (x_BTD, arena), indices)
-    return (x_BTD, arena, None), left
+    return jax.lax.scan(body, state, indices)
 
 
-def _forward_ahead(run, segment, following, carry):
+def _forward_ahead(run, segment, following, state_and_ready):
     """A loop that gathers the next layer before it runs the one at hand.
 
     The last layer runs outside of it, so that the first layer of the following segment
     can be gathered meanwhile.
     """
+    state, layer = state_and_ready
 
-    x_BTD, arena, layer = carry
-
-    def run_one(layer, x_BTD, arena, index):
-        return _run_forward(run, segment, layer, (x_BTD, arena, index))
+    def run_one(layer, state, index):
+        return _run_forward(run, segment, layer, (state, index))
 
     def body(carry, index):
-        x_BTD, arena, layer, left = carry
-        next_layer, arena = segment.ready_forward(index + 1, arena)
-        x_BTD, arena, one = run_one(layer, x_BTD, arena, index)
-        return (x_BTD, arena, next_layer, _put(left, one, index)), None
+        state, layer, left = carry
+        next_layer, state = segment.ready_forward(index + 1, state)
+        state, one = run_one(layer, state, index)
+        return (state, next_layer, _put(left, one, index)), None
 
-    first = jnp.int32(0)
-    one = jax.eval_shape(run_one, layer, x_BTD, arena, first)[2]
+    one = jax.eval_shape(run_one, layer, state, jnp.int32(0))[1]
     left = _room(one, segment.plan.num_layers, run.axes)
     if segment.last:
         indices = jnp.arange(segment.last, dtype=jnp.int32)
-        carry = (x_BTD, arena, layer, left)
-        (x_BTD, arena, layer, left), _ = jax.lax.scan(body, carry, indices)
+        (state, layer, left), _ = jax.lax.scan(body, (state, layer, left), indices)
     next_layer = None
     if following is not None and following.plan.prefetch:
-        next_layer, arena = following.ready_forward(0, arena)
+        next_layer, state = following.ready_forward(0, state)
     last = jnp.int32(segment.last)
-    x_BTD, arena, one = run_one(layer, x_BTD, arena, last)
-    return (x_BTD, arena, next_layer), _put(left, one, last)
+    state, one = run_one(layer, state, last)
+    return state, next_layer, _put(left, one, last)
 
 
 def _room(one, num_layers, axes):
@@ -337,9 +348,9 @@ def _put(stacks, one, index):
     )
 
 
-def _run_forward(run, segment, layer, carry):
-    """Saves a layer's input, runs it and returns (x, arena, what it leaves)."""
-    x_BTD, arena, index = carry
+def _run_forward(run, segment, layer, state_and_index):
+    """Saves a layer's input, runs it and returns (state, what it leaves)."""
+    (x_BTD, arena), index = state_and_index
     inputs = None
     if segment.on_host:
         inputs = jax.device_put(x_BTD, jax.memory.Space.Host)
@@ -350,7 +361,7 @@ def _run_forward(run, segment, layer, carry):
     x_BTD = run.apply(
         layer.weights, run.layer_adapters(number), x_BTD, layer=number, tape=tape
     )
-    return x_BTD, arena, Kept(tape.recorded, layer.kept, inputs)
+    return Forwards(x_BTD, arena), Kept(tape.recorded, layer.kept, inputs)
 
 
 def forward_only(run: Run, segment: Segment, x_BTD: jax.Array) -> jax.Array:

@@ -37,10 +37,6 @@ SMALL = llama_configs.LlamaConfig(
     head_dim=64,
 )
 TOKENS = 1024
-FORWARD_GATHERS_EARLY = pytest.mark.xfail(
-    strict=True,
-    reason="segment_passes.ready_forward does not tie a gather to the layer's input",
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -227,7 +223,7 @@ def test_copies_lie_where_layer_inputs_lay():
 @pytest.mark.parametrize(
     ("bwd_keep_axes", "saved"),
     [
-        pytest.param(0, INPUT, marks=FORWARD_GATHERS_EARLY),
+        (0, INPUT),
         (0, GATES),
         (1, INPUT),
     ],
