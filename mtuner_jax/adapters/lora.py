@@ -137,19 +137,17 @@ def init(specs: Sequence[AdapterSpec], key: jax.Array) -> Params:
     params = {}
     for spec in specs:
         bound = 1.0 / math.sqrt(spec.in_dim)  # kaiming_uniform(a=sqrt(5))
-        layers = []
-        for layer, rank in enumerate(spec.ranks):
-            layer_key = jax.random.fold_in(
-                jax.random.fold_in(key, dropout.stable_hash(spec.module)), layer
+        num_layers, rank = len(spec.ranks), spec.max_rank
+        module_key = jax.random.fold_in(key, dropout.stable_hash(spec.module))
+        a_LDR = jax.vmap(
+            lambda layer_key, shape=(spec.in_dim, rank), bound=bound: (
+                jax.random.uniform(layer_key, shape, jnp.float32, -bound, bound)
             )
-            a_DR = jax.random.uniform(
-                layer_key, (spec.in_dim, rank), jnp.float32, -bound, bound
-            )
-            layers.append(jnp.pad(a_DR, ((0, 0), (0, spec.max_rank - rank))))
-        shape_b = (len(spec.ranks), spec.max_rank, spec.out_dim)
+        )(jax.random.split(module_key, num_layers))
+        has_column_LR = jnp.arange(rank)[None, :] < jnp.asarray(spec.ranks)[:, None]
         params[spec.module] = {
-            "lora_a": jnp.stack(layers),
-            "lora_b": jnp.zeros(shape_b, jnp.float32),
+            "lora_a": a_LDR * has_column_LR[:, None, :],
+            "lora_b": jnp.zeros((num_layers, rank, spec.out_dim), jnp.float32),
         }
     return params
 
