@@ -7,7 +7,6 @@ Letters: B batch, T tokens, D model, N query heads, K kv heads, H head dim, F
 feed-forward, V vocabulary, L layers.
 """
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -284,13 +283,6 @@ def _llama3_frequencies(inverse_H: jax.Array, scaling: RopeScaling) -> jax.Array
     )
     between = (wavelengths <= old_length / low) & (wavelengths >= old_length / high)
     return jnp.where(between, blended, slowed)
-
-
-def with_attention(model: Llama, implementation: str) -> Llama:
-    """The same decoder with another attention implementation."""
-    return Llama(
-        dataclasses.replace(model.config), attention_implementation=implementation
-    )
 
 
 def _flatten(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
