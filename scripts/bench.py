@@ -215,12 +215,12 @@ def main() -> None:
     )
     print(plans.table(plan))
     start = time.perf_counter()
-    step.compile(state, weights, batch, arenas)
+    compiled = step.compile(state, weights, batch, arenas)
     compile_s = time.perf_counter() - start
     times, loss, arguments = timed(
         step, state, (weights, batch, arenas), seconds=args.seconds
     )
-    allocated = compiling.compiled_bytes(step.compiled)
+    allocated = compiling.compiled_bytes(step.compiled or compiled)
     print(f"{allocated.describe()}, {compile_s:.1f} s")
     extra = exposed(step, arguments) if args.trace else {}
     report(args, mesh, plan, times, (compile_s, allocated.total, loss, extra))

@@ -268,7 +268,7 @@ def read(path: pathlib.Path) -> Plan:
 def table(plan: Plan) -> str:
     """The plan for people, one line a segment."""
     head = ("layers", "rest", "fwd keep", "bwd keep", "saved", "prefetch", "runs")
-    rows = [head]
+    rows: list[tuple[str, ...]] = [head]
     for index, (start, segment) in enumerate(
         zip(plan.starts, plan.segments, strict=True)
     ):
@@ -301,7 +301,7 @@ def _ratio(mesh_sizes: tuple[int, ...], axes: int) -> str:
     return "1" if devices == 1 else f"1/{devices}"
 
 
-def _choice(name: str, value: Any, kind: type[enum.StrEnum]) -> enum.StrEnum:
+def _choice(name: str, value: Any, kind: type[enum.StrEnum]) -> Any:
     if value not in list(kind):
         raise ConfigError(f"plan: {name}={value!r}; one of {', '.join(kind)}")
     return kind(value)

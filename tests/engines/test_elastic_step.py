@@ -5,8 +5,8 @@ from mtuner_jax.planning import plans
 from tests.engines import plan_cases
 
 NUM_RANDOM = 200
-# A few of the random plans in every run; together they touch each choice.
-FIXED = tuple(range(8))
+# A few of the random plans in every run; together they touch each choice and mesh.
+FIXED = (1, 3, 8, 11, 14, 21, 23, 27, 28, 36)
 
 
 @pytest.mark.usefixtures("x64")
@@ -17,7 +17,7 @@ def test_random_plan_equals_the_plain_step(seed):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("seed", range(len(FIXED), NUM_RANDOM))
+@pytest.mark.parametrize("seed", sorted(set(range(NUM_RANDOM)) - set(FIXED)))
 def test_each_random_plan_equals_the_plain_step(seed):
     plan_cases.check(plan_cases.random_case(seed), dtype=jnp.float64)
 
