@@ -331,7 +331,8 @@ def make_programs(
     on_gpu = spec.mesh.devices.flat[0].platform != "cpu"
     options = compiling.options(on_gpu=on_gpu, merge_gathers=spec.plan.merge_gathers)
     guided = on_gpu and spec.mesh.size > 1 and config.profile_guided
-    directory = pathlib.Path(jax.config.jax_compilation_cache_dir or "") / "profiles"
+    cache = accelerators.jax_option("jax_compilation_cache_dir") or ""
+    directory = pathlib.Path(cache) / "profiles"
     return loops.Programs(
         spec=spec,
         train=profile_guided.GuidedStep(
