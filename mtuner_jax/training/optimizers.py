@@ -29,8 +29,7 @@ def schedule(config: OptimizerConfig, *, num_steps: int) -> optax.Schedule:
     decay = decays[config.lr_scheduler_type]
     if not warmup:
         return decay
-    # As in Hugging Face, the first step already moves: not 0 but peak / warmup would
-    # need a shift; the conventional ramp starts at 0.
+    # As in Hugging Face, the ramp starts at 0.
     return optax.join_schedules(
         [optax.linear_schedule(0.0, peak, warmup), decay], [warmup]
     )
