@@ -1,0 +1,84 @@
+"""What is trained, as far as a plan's price depends on it: sizes only, no JAX."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Linear:
+    """A frozen linear of a layer and the adapter on it.
+
+    Attributes:
+      name: Its leaf name, such as `q_proj`.
+      in_dim: Input features.
+      out_dim: Output features.
+      rank: Of its adapter; 0 without one.
+    """
+
+    name: str
+    in_dim: int
+    out_dim: int
+    rank: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A model, its adapters and the batch of one optimizer step.
+
+    Attributes:
+      model: Name for messages and plan files.
+      num_layers: Layers (L).
+      hidden_size: Width of the residual stream (D).
+      num_heads: Query heads (N).
+      num_kv_heads: Key and value heads (K).
+      head_dim: Features of a head (H).
+      vocab_size: Rows of a vocabulary table (V).
+      tied_embeddings: Whether input and output table are one.
+      linears: Of one layer, in the order they run.
+      replicated_layer_weights: Elements of a layer that every device holds whole:
+        norm scales and biases.
+      max_length: Tokens in a row (T).
+      global_batch_size: Rows in an optimizer step; the planner never changes it.
+      element_bytes: Of a stored weight and of an activation.
+      cudnn_attention: Attention by cuDNN, else by XLA with whole score matrices.
+      dropout: Whether adapters have dropout.
+    """
+
+    model: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tied_embeddings: bool
+    linears: tuple[Linear, ...]
+    replicated_layer_weights: int
+    max_length: int
+    global_batch_size: int
+    element_bytes: int = 2
+    cudnn_attention: bool = True
+    dropout: bool = False
+
+    @property
+    def intermediate_size(self) -> int:
+        """Width of the feed-forward part (F)."""
+        return max(linear.out_dim for linear in self.linears)
+
+    @property
+    def layer_weight_bytes(self) -> int:
+        """Bytes of a layer's linears, whole."""
+        weights = sum(linear.in_dim * linear.out_dim for linear in self.linears)
+        return weights * self.element_bytes
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of one vocabulary table, whole."""
+        return self.vocab_size * self.hidden_size * self.element_bytes
+
+    @property
+    def num_adapter_weights(self) -> int:
+        """Trained weights of all layers; float32, with two moments each."""
+        layer = sum(
+            linear.rank * (linear.in_dim + linear.out_dim) for linear in self.linears
+        )
+        return layer * self.num_layers
