@@ -1,18 +1,26 @@
 """Measures the training step on random weights and tokens: tokens/s and memory.
 
 python scripts/bench.py --model llama2-7b --random_init --max_length 4096 --microbatch 4
+python scripts/bench.py --random_init --cases cases.txt --output results.jsonl
+
+A file of cases has one configuration a line: flags that are added to the command's.
+All run in one process, one after the other, so that only the first pays for the start;
+what a case used is freed before the next.
 """
 
 import argparse
 import dataclasses
+import gc
 import json
 import logging
 import pathlib
 import platform as python_platform
+import shlex
 import statistics
 import sys
 import tempfile
 import time
+from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
@@ -37,8 +45,8 @@ from mtuner_jax.planning import plans
 from mtuner_jax.training import optimizers
 
 
-def parse_args() -> argparse.Namespace:
-    """Reads the command line."""
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    """Reads the command line, or the flags of a case."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="llama2-7b", choices=llama_sizes.SIZES)
     parser.add_argument("--random_init", action="store_true", required=True)
@@ -74,7 +82,21 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=30.0, help="of timed steps")
     parser.add_argument("--layers", type=int, default=0, help="fewer layers, for tests")
     parser.add_argument("--output", type=pathlib.Path, help="JSON file to append to")
-    return parser.parse_args()
+    parser.add_argument("--cases", type=pathlib.Path, help="flags of a case on a line")
+    return parser.parse_args(argv)
+
+
+def read_cases(argv: list[str]) -> list[list[str]]:
+    """The command lines to run: the one given, or one for each case of its file."""
+    path = parse_args(argv).cases
+    if path is None:
+        return [argv]
+    lines = path.read_text().splitlines()
+    return [
+        [*argv, *shlex.split(line)]
+        for line in lines
+        if line.strip() and not line.startswith("#")
+    ]
 
 
 def make_plan(args: argparse.Namespace, model: llama.Llama, mesh) -> plans.Plan:
@@ -168,36 +190,59 @@ def exposed(step, arguments) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    """Builds one configuration, runs it and prints one JSON object."""
-    args = parse_args()
+def main(argv: list[str]) -> None:
+    """Runs the configurations and prints one JSON object for each."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    cases = read_cases(argv)
+    first = parse_args(cases[0])
     found = accelerators.look()
-    on_cpu = platforms.runs_on_cpu(args.platform, found)
-    mesh_spec = meshes.parse(args.mesh, num_devices=0 if on_cpu else found.num_visible)
+    on_cpu = platforms.runs_on_cpu(first.platform, found)
+    mesh_spec = meshes.parse(first.mesh, num_devices=0 if on_cpu else found.num_visible)
     prepared = platforms.prepare(
-        args.platform, mesh_spec.num_devices, mesh=mesh_spec.name
+        first.platform, mesh_spec.num_devices, mesh=mesh_spec.name
     )
     print(prepared.line)
     mesh = meshes.make(mesh_spec, platforms.start(prepared))
+    for case in cases:
+        args = parse_args(case)
+        result = measure(args, mesh, on_gpu=not on_cpu)
+        line = json.dumps({"arguments": " ".join(case), **result}, sort_keys=True)
+        print(line, flush=True)
+        if args.output:
+            with args.output.open("a") as file:
+                file.write(line + "\n")
+        jax.clear_caches()
+        gc.collect()
+
+
+def make_spec(
+    args: argparse.Namespace, mesh: jax.sharding.Mesh, *, on_gpu: bool
+) -> elastic_step.StepSpec:
+    """The step of a configuration."""
     config = llama_sizes.SIZES[args.model]
     if args.layers:
         config = dataclasses.replace(config, num_layers=args.layers)
     implementation = attention.choose(
-        args.attention, on_gpu=not on_cpu, packing=args.packing, dtype=args.dtype
+        args.attention, on_gpu=on_gpu, packing=args.packing, dtype=args.dtype
     )
     model = llama.Llama(config, attention_implementation=implementation)
-    plan = make_plan(args, model, mesh)
-    specs = lora.resolve(
-        LoraConfig(r=args.r), model.linears(), num_layers=model.num_layers
-    )
-    spec = elastic_step.StepSpec(
+    return elastic_step.StepSpec(
         model=model,
-        plan=plan,
+        plan=make_plan(args, model, mesh),
         mesh=mesh,
-        adapters=specs,
+        adapters=lora.resolve(
+            LoraConfig(r=args.r), model.linears(), num_layers=model.num_layers
+        ),
         dropout_rate=args.lora_dropout,
     )
+
+
+def measure(
+    args: argparse.Namespace, mesh: jax.sharding.Mesh, *, on_gpu: bool
+) -> dict[str, Any]:
+    """Runs one configuration."""
+    spec = make_spec(args, mesh, on_gpu=on_gpu)
+    plan, model = spec.plan, spec.model
     optimizer = optimizers.adamw(OptimizerConfig(), lambda step: 1e-4)
     abstract = base_weights.layout(model, plan, mesh, dtype=jnp.dtype(args.dtype))
     weights = base_weights.random(abstract, jax.random.key(0))
@@ -205,15 +250,15 @@ def main() -> None:
     rows = random_batch(plan, max_length=args.max_length, vocab_size=model.vocab_size)
     batch = elastic_step.put(elastic_step.cut(rows, plan), mesh)
     arenas = elastic_step.init_arenas(spec, weights, max_length=args.max_length)
-    guided = not on_cpu and mesh.size > 1 and not args.no_profile
-    options = compiling.options(on_gpu=not on_cpu, merge_gathers=plan.merge_gathers)
+    guided = on_gpu and mesh.size > 1 and not args.no_profile
+    options = compiling.options(on_gpu=on_gpu, merge_gathers=plan.merge_gathers)
     options |= dict(option.split("=", 1) for option in args.xla)
     step = profile_guided.GuidedStep(
         elastic_step.build_train(spec, optimizer),
         compiler_options=options,
         profile_directory=pathlib.Path(tempfile.mkdtemp()) if guided else None,
     )
-    print(plans.table(plan))
+    print(plans.table(plan), flush=True)
     start = time.perf_counter()
     compiled = step.compile(state, weights, batch, arenas)
     compile_s = time.perf_counter() - start
@@ -221,35 +266,40 @@ def main() -> None:
         step, state, (weights, batch, arenas), seconds=args.seconds
     )
     allocated = compiling.compiled_bytes(step.compiled or compiled)
-    print(f"{allocated.describe()}, {compile_s:.1f} s")
+    print(f"{allocated.describe()}, {compile_s:.1f} s", flush=True)
     extra = exposed(step, arguments) if args.trace else {}
-    report(args, mesh, plan, times, (compile_s, allocated.total, loss, extra))
+    return summary(args, spec, times) | {
+        "compiled_gib": round(allocated.total / 2**30, 2),
+        "compile_s": round(compile_s, 1),
+        "loss": round(loss, 4),
+        **extra,
+    }
 
 
-def report(args, mesh, plan, times, compiled) -> None:
-    """Prints the result, and appends it to the output file."""
-    compile_s, allocated_bytes, loss, extra = compiled
-    tokens = plan.rows * args.max_length
+def summary(
+    args: argparse.Namespace, spec: elastic_step.StepSpec, times: list[float]
+) -> dict[str, Any]:
+    """Speed and memory of the timed steps.
+
+    `peak_gib` is the highest of the process so far, of all its cases.
+    """
+    model, mesh = spec.model, spec.mesh
+    assert isinstance(model, llama.Llama)
+    tokens = spec.plan.rows * args.max_length
     median_s = statistics.median(times)
-    stats = mesh.devices.flat[0].memory_stats() or {}
-    model = llama.Llama(
-        dataclasses.replace(
-            llama_sizes.SIZES[args.model],
-            num_layers=args.layers or llama_sizes.SIZES[args.model].num_layers,
-        )
-    )
-    specs = lora.resolve(
-        LoraConfig(r=args.r), model.linears(), num_layers=model.num_layers
-    )
     useful = flops.per_token(
         model,
         attention_width=model.config.num_heads * model.config.head_dim,
-        num_adapter_weights=lora.num_parameters(specs),
+        num_adapter_weights=lora.num_parameters(spec.adapters),
         tokens=args.max_length,
     )
+    stats = mesh.devices.flat[0].memory_stats() or {}
     peak_bytes = stats.get("peak_bytes_in_use", 0)
-    result = {
-        "arguments": " ".join(sys.argv[1:]),
+    print(
+        f"{tokens / median_s:,.0f} tokens/s, {1e3 * median_s:.2f} ms "
+        f"(median of {len(times)}), peak {sizes.gib(peak_bytes)}"
+    )
+    return {
         "device": f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
         "versions": f"jax {jax.__version__}, python {python_platform.python_version()}",
         "tokens_per_s": round(tokens / median_s, 1),
@@ -257,22 +307,9 @@ def report(args, mesh, plan, times, compiled) -> None:
         "step_ms_min_max": [round(1e3 * min(times), 2), round(1e3 * max(times), 2)],
         "steps": len(times),
         "tflops_per_device": round(useful * tokens / median_s / mesh.size / 1e12, 1),
-        "compiled_gib": round(allocated_bytes / 2**30, 2),
         "peak_gib": round(peak_bytes / 2**30, 2),
-        "compile_s": round(compile_s, 1),
-        "loss": round(loss, 4),
-        **extra,
     }
-    print(
-        f"{result['tokens_per_s']:,.0f} tokens/s, {result['step_ms']} ms "
-        f"(median of {len(times)}), peak {sizes.gib(peak_bytes)}"
-    )
-    line = json.dumps(result, sort_keys=True)
-    print(line)
-    if args.output:
-        with args.output.open("a") as file:
-            file.write(line + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

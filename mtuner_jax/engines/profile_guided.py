@@ -8,6 +8,7 @@ is compiled once more with the profile, which is stored for the next run.
 import hashlib
 import logging
 import pathlib
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from jax._src import profiler as jax_profiler
 _logger = logging.getLogger(__name__)
 _WARMUP_CALLS = 2
 _PROFILED_CALLS = 3
+_LONG_CALL_S = 2.0  # of such a call, one is enough
 _PERCENTILE = 50
 
 
@@ -49,7 +51,8 @@ class GuidedStep:
         self._directory = profile_directory
         self._calls = 0
         self._settled_at = 0
-        self._collector = jax_profiler.PGLEProfiler(_PROFILED_CALLS, _PERCENTILE)
+        self._profiled_calls = _PROFILED_CALLS
+        self._collector: jax_profiler.PGLEProfiler | None = None
         self._lowered: jax.stages.Lowered | None = None
         self.compiled: jax.stages.Compiled | None = None
         self.guided = False
@@ -58,8 +61,17 @@ class GuidedStep:
         """Runs the step; the calls that are profiled wait for their result."""
         compiled = self.compiled or self._first(args)
         self._calls += 1
-        if self.guided or self._directory is None or self._calls <= _WARMUP_CALLS:
+        if self.guided or self._directory is None or self._calls < _WARMUP_CALLS:
             return compiled(*args)
+        if self._collector is None:
+            start = time.perf_counter()
+            results = jax.block_until_ready(compiled(*args))
+            long = time.perf_counter() - start > _LONG_CALL_S
+            self._profiled_calls = 1 if long else _PROFILED_CALLS
+            self._collector = jax_profiler.PGLEProfiler(
+                self._profiled_calls, _PERCENTILE
+            )
+            return results
         with self._collector.trace(self._collector):
             results = jax.block_until_ready(compiled(*args))
         profile = self._collector.consume_fdo_profile()
@@ -100,7 +112,7 @@ class GuidedStep:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(profile)
         _logger.info(
-            "compiling the step again with a profile of %d steps", _PROFILED_CALLS
+            "compiling the step again with a profile of %d steps", self._profiled_calls
         )
         self._compile(profile)
 
