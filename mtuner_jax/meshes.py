@@ -53,12 +53,10 @@ class MeshSpec:
 
 
 _NVLINK = ("NVLink", "NVLink", "NVLink")
+_PCIE = ("between NUMA domains", "between PCIe switches", "within a PCIe switch")
 PRESETS = {
     "pcie8": MeshSpec(
-        name="pcie8",
-        sizes=(2, 2, 2),
-        links=("between NUMA domains", "between PCIe switches", "within a PCIe switch"),
-        hardware="8 x A100-PCIe-40GB",
+        name="pcie8", sizes=(2, 2, 2), links=_PCIE, hardware="8 x A100-PCIe-40GB"
     ),
     "nvlink8": MeshSpec(
         name="nvlink8", sizes=(2, 2, 2), links=_NVLINK, hardware="8 x H100-SXM-80GB"
@@ -72,6 +70,15 @@ PRESETS = {
     "h200x1": MeshSpec(name="h200x1", sizes=(), links=(), hardware="1 x H200-141GB"),
     "h200x2": MeshSpec(
         name="h200x2", sizes=(2,), links=("NVLink",), hardware="2 x H200-141GB"
+    ),
+    "h200x8": MeshSpec(
+        name="h200x8", sizes=(2, 2, 2), links=_NVLINK, hardware="8 x H200-141GB"
+    ),
+    "l40sx8": MeshSpec(
+        name="l40sx8", sizes=(2, 2, 2), links=_PCIE, hardware="8 x L40S-48GB"
+    ),
+    "rtx4090x8": MeshSpec(
+        name="rtx4090x8", sizes=(2, 2, 2), links=_PCIE, hardware="8 x RTX 4090-24GB"
     ),
 }
 AUTO_WITHOUT_ACCELERATOR = "pcie8"

@@ -14,6 +14,9 @@ from mtuner_jax.configs import ConfigError
         ("nvlink32", (2, 2, 2, 2, 2)),
         ("h200x1", ()),
         ("h200x2", (2,)),
+        ("h200x8", (2, 2, 2)),
+        ("l40sx8", (2, 2, 2)),
+        ("rtx4090x8", (2, 2, 2)),
     ],
 )
 def test_presets_factorise_their_devices_into_axes_of_size_2(name, sizes):
@@ -21,7 +24,8 @@ def test_presets_factorise_their_devices_into_axes_of_size_2(name, sizes):
     assert spec.sizes == sizes
     assert len(spec.links) == len(sizes)
     assert spec.axes == meshes.AXES[: len(sizes)]
-    assert meshes.PRESETS.keys() == {"pcie8", "nvlink8", "nvlink32", "h200x1", "h200x2"}
+    first = {"pcie8", "nvlink8", "nvlink32", "h200x1", "h200x2"}
+    assert meshes.PRESETS.keys() == first | {"h200x8", "l40sx8", "rtx4090x8"}
 
 
 @pytest.mark.parametrize(
