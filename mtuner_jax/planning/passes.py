@@ -6,9 +6,14 @@ gather of a pass is waited for. So time is additive over layers, with a correcti
 each border of segments that does not depend on how many layers they have.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 
 from mtuner_jax.planning import memory_model, time_model
 from mtuner_jax.planning.hardware import Hardware
@@ -19,6 +24,8 @@ from mtuner_jax.planning.workloads import Workload
 # Share of a layer's computation that runs beside gathers that are not merged into
 # one; fitted to one measured step (two H200, slow link: 662 instead of 565 ms).
 _BESIDE_MANY_GATHERS = 0.8
+
+Seconds = float | np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,14 +40,25 @@ class Overlap:
     slowdown: float
     share: float
 
-    def beside(self, phase: Phase, ahead_s: float, *, backward: bool) -> float:
+    def beside(self, phase: Phase | Phases, ahead_s: Seconds, *, backward: bool) -> Any:
         """Seconds of a layer while `ahead_s` of gathers for the next one run."""
         before_s = phase.host_s if backward else 0.0
         lost_s = ahead_s * (1.0 - 1.0 / self.slowdown)
-        share = self.share if ahead_s else 1.0
-        together_s = max(ahead_s, before_s + share * phase.compute_s + lost_s)
+        share = np.where(ahead_s > 0.0, self.share, 1.0)
+        together_s = before_s + share * phase.compute_s + lost_s
+        together_s = np.maximum(ahead_s, together_s)
         seconds = together_s + (1.0 - share) * phase.compute_s
-        return max(seconds, phase.host_s) + phase.carry_s
+        return np.maximum(seconds, phase.host_s) + phase.carry_s
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Phases:
+    """Phases of several layers: arrays of seconds; see `time_model.Phase`."""
+
+    compute_s: np.ndarray
+    link_s: np.ndarray
+    carry_s: np.ndarray
+    host_s: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,15 +82,16 @@ def overlap(hardware: Hardware, *, merge_gathers: bool) -> Overlap:
     return Overlap(slowdown=hardware.overlap_slowdown, share=share)
 
 
-def alone(phase: Phase, *, backward: bool) -> float:
+def alone(phase: Phase | Phases, *, backward: bool) -> Any:
     """Seconds of a layer whose own gathers come first (no prefetch).
 
     An input that goes to the host leaves while the layer runs; one that comes from
     there is waited for, together with the gathers.
     """
     if backward:
-        return max(phase.link_s, phase.host_s) + phase.compute_s + phase.carry_s
-    return phase.link_s + max(phase.compute_s, phase.host_s) + phase.carry_s
+        waited_s = np.maximum(phase.link_s, phase.host_s)
+        return waited_s + phase.compute_s + phase.carry_s
+    return phase.link_s + np.maximum(phase.compute_s, phase.host_s) + phase.carry_s
 
 
 def over_layers(
@@ -92,25 +111,25 @@ def over_layers(
         ahead_s = following.phase.link_s if ready else 0.0
         last_s = shared.beside(run.phase, ahead_s, backward=backward)
         seconds += (run.count - 1) * inner_s + last_s
-    return seconds
+    return float(seconds)
 
 
 def segments(
     plan: Plan, workload: Workload, hardware: Hardware
 ) -> tuple[LayerTimes, ...]:
     """One layer of each segment."""
-    return tuple(
-        time_model.layer(
-            workload,
-            hardware,
-            segment,
+    times = []
+    for index, segment in enumerate(plan.segments):
+        chunks = plan.tail_chunks if index >= plan.tail_start else 1
+        place = time_model.Place(
+            workload=workload,
+            hardware=hardware,
             mesh_sizes=plan.mesh_sizes,
-            rows=plan.microbatch
-            // (plan.tail_chunks if index >= plan.tail_start else 1),
+            rows=plan.microbatch // chunks,
             merge_gathers=plan.merge_gathers,
         )
-        for index, segment in enumerate(plan.segments)
-    )
+        times.append(time_model.layer(place, segment, place.memory(segment)))
+    return tuple(times)
 
 
 def step_s(plan: Plan, workload: Workload, hardware: Hardware) -> float:

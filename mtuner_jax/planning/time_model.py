@@ -8,6 +8,7 @@ Letters: T tokens in a row, S tokens at once, D model, F feed-forward, V vocabul
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 from mtuner_jax.configs import ConfigError
 from mtuner_jax.planning import kernel_times, memory_model, transients
 from mtuner_jax.planning.hardware import Hardware, Link
-from mtuner_jax.planning.memory_model import StepChoices
+from mtuner_jax.planning.memory_model import LayerBytes, StepChoices
 from mtuner_jax.planning.plans import AdapterState, Saved, SegmentPlan, Table
 from mtuner_jax.planning.workloads import Workload
 
@@ -111,51 +112,92 @@ class StepTimes:
         return self.start.total_s + self.update.total_s
 
 
-def layer(
-    workload: Workload,
-    hardware: Hardware,
-    segment: SegmentPlan,
-    *,
-    mesh_sizes: Sequence[int],
-    rows: int,
-    merge_gathers: bool,
-) -> LayerTimes:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a layer runs; what its treatments share is computed once.
+
+    Attributes:
+      workload: Sizes.
+      hardware: The machine.
+      mesh_sizes: Devices along each mesh axis, slowest link first.
+      rows: Rows of a device that run at once there: the microbatch, in the tail the
+        microbatch over the chunks.
+      merge_gathers: Whether one collective gathers a layer.
+    """
+
+    workload: Workload
+    hardware: Hardware
+    mesh_sizes: tuple[int, ...]
+    rows: int
+    merge_gathers: bool
+
+    def memory(self, segment: SegmentPlan) -> LayerBytes:
+        """Bytes of one layer of a segment."""
+        return memory_model.layer_bytes(
+            self.workload,
+            segment,
+            mesh_sizes=self.mesh_sizes,
+            rows=self.rows,
+            merge_gathers=self.merge_gathers,
+        )
+
+    @functools.cached_property
+    def kernels_s(self) -> dict[Saved, tuple[float, float]]:
+        """(forward, backward) seconds of a layer's kernels."""
+        return {
+            saved: kernel_times.layer(
+                self.workload, self.hardware, saved, rows=self.rows
+            )
+            for saved in Saved
+        }
+
+    @functools.cached_property
+    def gathers(self) -> dict[tuple[int, int], Collective]:
+        """The gather of a layer from one number of axes to a larger one."""
+        stages = itertools.combinations(range(len(self.mesh_sizes) + 1), 2)
+        return {
+            stage: self._gather(*stage)
+            for stage in stages
+            if math.prod(self.mesh_sizes[slice(*stage)]) > 1
+        }
+
+    def _gather(self, first: int, end: int) -> Collective:
+        output = memory_model.held_bytes(self.workload, self.mesh_sizes, end)
+        received = output - output // math.prod(self.mesh_sizes[first:end])
+        over = link(self.hardware, self.mesh_sizes, first)
+        count = 1 if self.merge_gathers else len(self.workload.linears)
+        return Collective(
+            kind="weights",
+            axes=(first, end),
+            received_bytes=received,
+            seconds=count * over.latency_s + received / over.bytes_per_s,
+        )
+
+
+def layer(place: Place, segment: SegmentPlan, memory: LayerBytes) -> LayerTimes:
     """Seconds of one layer of a segment.
 
     Args:
-      workload: Sizes.
-      hardware: The machine.
-      segment: The layer's treatment.
-      mesh_sizes: Devices along each mesh axis, slowest link first.
-      rows: Rows of a device that run at once there.
-      merge_gathers: Whether one collective gathers a layer.
+      place: Where it runs.
+      segment: Its treatment.
+      memory: What `place.memory` says of it.
     """
-    memory = memory_model.layer_bytes(
-        workload,
-        segment,
-        mesh_sizes=mesh_sizes,
-        rows=rows,
-        merge_gathers=merge_gathers,
-    )
-    kernels_s = kernel_times.layer(workload, hardware, segment.saved, rows=rows)
+    bytes_per_s = place.hardware.memory_bytes_per_s
     moved = 2 * (memory.saved + memory.layer_input + memory.fwd_copy + memory.bwd_copy)
-    copies_s = moved / hardware.memory_bytes_per_s
-    carry_s = 2 * workload.layer_weight_bytes / hardware.memory_bytes_per_s
-    host = _to_host(workload, hardware, segment, rows=rows)
-    whole = len(mesh_sizes)
+    carried = 2 * place.workload.layer_weight_bytes if segment.prefetch else 0
+    host = _to_host(place) if segment.saved is Saved.LAYER_INPUT_ON_HOST else None
     keeps = segment.bwd_keep_axes, segment.fwd_keep_axes
     phases = []
-    for compute_s, held, stop in zip(kernels_s, keeps, reversed(keeps), strict=True):
-        gathers = tuple(
-            _weight_gather(workload, hardware, mesh_sizes, stage, merge_gathers)
-            for stage in _stages(held, stop, whole)
-            if math.prod(mesh_sizes[slice(*stage)]) > 1
-        )
+    for kernels_s, held, stop in zip(
+        place.kernels_s[segment.saved], keeps, reversed(keeps), strict=True
+    ):
+        stages = _stages(held, stop, len(place.mesh_sizes))
+        gathers = tuple(place.gathers[s] for s in stages if s in place.gathers)
         phases.append(
             Phase(
-                compute_s=compute_s + copies_s,
+                compute_s=kernels_s + moved / bytes_per_s,
                 collectives=gathers,
-                carry_s=carry_s if gathers and segment.prefetch else 0.0,
+                carry_s=carried / bytes_per_s if gathers else 0.0,
                 host=host,
             )
         )
@@ -203,16 +245,15 @@ def link(hardware: Hardware, mesh_sizes: Sequence[int], first: int) -> Link:
     )
 
 
-def _to_host(workload, hardware, segment, *, rows):
-    if segment.saved is not Saved.LAYER_INPUT_ON_HOST:
-        return None
-    features = rows * workload.max_length * workload.hidden_size
+def _to_host(place):
+    workload = place.workload
+    features = place.rows * workload.max_length * workload.hidden_size
     moved = features * workload.element_bytes
     return Collective(
         kind="layer_input",
         axes=(0, 0),
         received_bytes=moved,
-        seconds=moved / hardware.host_bytes_per_s,
+        seconds=moved / place.hardware.host_bytes_per_s,
     )
 
 
@@ -220,20 +261,6 @@ def _stages(held: int, stop: int, whole: int) -> list[tuple[int, int]]:
     """Gathers from `held` axes to all, with a stop where a copy is kept."""
     marks = [held, *([stop] if held < stop < whole else []), whole]
     return [(a, b) for a, b in itertools.pairwise(marks) if a < b]
-
-
-def _weight_gather(workload, hardware, mesh_sizes, stage, merged):
-    first, end = stage
-    output = memory_model.held_bytes(workload, mesh_sizes, end)
-    received = output - output // math.prod(mesh_sizes[first:end])
-    over = link(hardware, mesh_sizes, first)
-    count = 1 if merged else len(workload.linears)
-    return Collective(
-        kind="weights",
-        axes=stage,
-        received_bytes=received,
-        seconds=count * over.latency_s + received / over.bytes_per_s,
-    )
 
 
 def _over_all(hardware, chosen, kind, shared_bytes):
