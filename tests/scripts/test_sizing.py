@@ -1,0 +1,31 @@
+import math
+
+import pytest
+
+from models import llama, llama_sizes
+from mtuner_jax.adapters import lora
+from mtuner_jax.configs import LoraConfig
+from scripts import sizing
+
+
+@pytest.mark.parametrize("name", llama_sizes.SIZES)
+def test_workload_has_the_models_sizes(name):
+    config = llama_sizes.SIZES[name]
+    model = llama.Llama(config)
+    adapters = lora.resolve(
+        LoraConfig(r=8, target_modules=("q_proj", "down_proj")),
+        model.linears(),
+        num_layers=model.num_layers,
+    )
+    workload = sizing.workload(
+        config, adapters, name=name, max_length=64, global_batch_size=8
+    )
+    layer = workload.layer_weight_bytes // 2 + workload.replicated_layer_weights
+    tables = (1 if config.tie_word_embeddings else 2) * workload.table_bytes // 2
+    total = config.num_layers * layer + tables + config.hidden_size
+    assert total == model.num_parameters
+    shapes = model.shapes()["layers"]
+    leaves = [math.prod(s[1:]) for leaf in shapes.values() for s in leaf.values()]
+    assert layer == sum(leaves)
+    assert workload.num_adapter_weights == lora.num_parameters(adapters)
+    assert workload.intermediate_size == config.intermediate_size
