@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import jax.numpy as jnp
+
 from models import llama_configs
 from mtuner_jax.adapters import lora
 from mtuner_jax.planning import workloads
@@ -12,11 +14,9 @@ def workload(
     adapters: Sequence[lora.AdapterSpec],
     *,
     name: str,
-    max_length: int,
-    global_batch_size: int,
-    float_bytes: int = 2,
-    cudnn_attention: bool = True,
-    dropout: bool = False,
+    rows: tuple[int, int],
+    dtype: str,
+    attention: str,
 ) -> workloads.Workload:
     """Sizes of a model with adapters, and of a step's rows.
 
@@ -24,11 +24,12 @@ def workload(
       config: The decoder's shape.
       adapters: Which linears have adapters of which rank.
       name: The model's name.
-      max_length: Tokens in a row.
-      global_batch_size: Rows in an optimizer step.
-      float_bytes: Of a weight and of an activation.
-      cudnn_attention: Whether cuDNN computes attention.
-      dropout: Whether adapters have dropout.
+      rows: (rows in an optimizer step, tokens in a row).
+      dtype: Of weights and activations.
+      attention: Implementation that computes it, `cudnn` or `xla`.
+
+    Returns:
+      The workload, without dropout.
     """
     ranks = {spec.module.rpartition(".")[2]: spec.max_rank for spec in adapters}
     width = config.hidden_size
@@ -61,9 +62,8 @@ def workload(
             for linear, (dim_in, dim_out) in dims.items()
         ),
         replicated_layer_weights=2 * width + biases,
-        max_length=max_length,
-        global_batch_size=global_batch_size,
-        element_bytes=float_bytes,
-        cudnn_attention=cudnn_attention,
-        dropout=dropout,
+        max_length=rows[1],
+        global_batch_size=rows[0],
+        element_bytes=jnp.dtype(dtype).itemsize,
+        cudnn_attention=attention == "cudnn",
     )

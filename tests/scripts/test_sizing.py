@@ -18,7 +18,12 @@ def test_workload_has_the_models_sizes(name):
         num_layers=model.num_layers,
     )
     workload = sizing.workload(
-        config, adapters, name=name, max_length=64, global_batch_size=8
+        config,
+        adapters,
+        name=name,
+        rows=(8, 64),
+        dtype="bfloat16",
+        attention="xla",
     )
     layer = workload.layer_weight_bytes // 2 + workload.replicated_layer_weights
     tables = (1 if config.tie_word_embeddings else 2) * workload.table_bytes // 2
