@@ -147,62 +147,29 @@ def build_train(
     `state` and `arenas` are donated. `weights` is the tree of `base_weights.layout`,
     `batch` that of `put`, `arenas` that of `init_arenas`.
     """
-    axes, mesh = spec.axes, spec.mesh
-    adapter_specs = step_specs.adapter_specs(spec)
-
-    def local_sums(adapters, step, weights, batch, kept):
-        adapters = _whole(adapters, adapter_specs, axes)
-        inputs = microbatches.Inputs(adapters, weights, step)
-        max_length = batch.input_ids.shape[-1]
-        sums = microbatches.Sums(
-            grads=jax.tree.map(jnp.zeros_like, adapters),
-            total=_no_loss(weights, axes),
-            arenas=_open_arenas(spec, weights, kept, max_length=max_length),
-        )
-
-        def body(sums, microbatch):
-            return microbatches.add(spec, inputs, sums, microbatch), None
-
-        sums, _ = jax.lax.scan(body, sums, batch)
-        grads, total = _reduced(sums, adapter_specs, axes)
-        return grads, total, {part: sums.arenas[part][None] for part in kept}
-
-    sharded_sums = jax.shard_map(
-        local_sums,
-        mesh=mesh,
-        in_specs=(
-            adapter_specs,
-            P(),
-            step_specs.weight_specs(spec),
-            P(None, axes),
-            P(axes),
-        ),
-        out_specs=(adapter_specs, P(), P(axes)),
-    )
+    sums = _sharded_sums(spec)
 
     def train_step(state, weights, batch, kept):
-        grads, total, kept = sharded_sums(
-            state.adapters, state.step, weights, batch, kept
-        )
+        adapters, opt_state, step = state
+        grads, total, kept = sums(adapters, step, weights, batch, kept)
         share = 1.0 / jnp.maximum(total.tokens, jnp.ones_like(total.tokens))
         grads = jax.tree.map(lambda grad: grad * share.astype(grad.dtype), grads)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.adapters)
+        updates, opt_state = optimizer.update(grads, opt_state, adapters)
         metrics = StepMetrics(
             loss=total.loss * share,
             grad_norm=optax.tree.norm(grads),
             trained_tokens=total.tokens,
         )
-        adapters: Any = optax.apply_updates(state.adapters, updates)
-        return TrainState(adapters, opt_state, state.step + 1), metrics, kept
+        new_adapters: Any = optax.apply_updates(adapters, updates)
+        return TrainState(new_adapters, opt_state, step + 1), metrics, kept
 
-    replicated = NamedSharding(mesh, P())
     return jax.jit(
         train_step,
         donate_argnums=(0, 3),
         out_shardings=(
             state_shardings(spec, optimizer),
-            replicated,
-            NamedSharding(mesh, P(axes)),
+            NamedSharding(spec.mesh, P()),
+            NamedSharding(spec.mesh, P(spec.axes)),
         ),
         compiler_options=compiler_options,
     )
@@ -232,6 +199,40 @@ def build_eval(
         out_specs=P(),
     )
     return jax.jit(sharded_sums, compiler_options=compiler_options)
+
+
+def _sharded_sums(spec):
+    """(adapters, step, weights, batch, kept) -> (gradients, `TokenLoss`, kept).
+
+    Gradients and loss are sums over all tokens of the step and over all devices.
+    """
+    axes = spec.axes
+    adapter_specs = step_specs.adapter_specs(spec)
+
+    def local_sums(adapters, step, weights, batch, kept):
+        adapters = _whole(adapters, adapter_specs, axes)
+        inputs = microbatches.Inputs(adapters, weights, step)
+        max_length = batch.input_ids.shape[-1]
+        sums = microbatches.Sums(
+            grads=jax.tree.map(jnp.zeros_like, adapters),
+            total=_no_loss(weights, axes),
+            arenas=_open_arenas(spec, weights, kept, max_length=max_length),
+        )
+
+        def body(sums, microbatch):
+            return microbatches.add(spec, inputs, sums, microbatch), None
+
+        sums, _ = jax.lax.scan(body, sums, batch)
+        grads, total = _reduced(sums, adapter_specs, axes)
+        return grads, total, {part: sums.arenas[part][None] for part in kept}
+
+    weight_specs = step_specs.weight_specs(spec)
+    return jax.shard_map(
+        local_sums,
+        mesh=spec.mesh,
+        in_specs=(adapter_specs, P(), weight_specs, P(None, axes), P(axes)),
+        out_specs=(adapter_specs, P(), P(axes)),
+    )
 
 
 def _kept_parts(spec, *, max_length):

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from mtuner_jax.adapters import lora
 from mtuner_jax.engines import segment_passes, step_specs
+from mtuner_jax.engines.segment_weights import Segment
 from mtuner_jax.engines.states import Batch, Params
 from mtuner_jax.engines.step_specs import StepSpec
 from mtuner_jax.ops import arena as arenas
@@ -150,7 +151,7 @@ def _segments(spec, weights, part, max_length):
     indices = spec.segments(part)
     offset = spec.plan.starts[indices[0]] if indices else 0
     return [
-        segment_passes.Segment(
+        Segment(
             plan=spec.plan.segments[index],
             start=spec.plan.starts[index],
             first=spec.plan.starts[index] - offset,

@@ -1,11 +1,11 @@
 """Forward and backward loops over segments of layers, inside `shard_map`.
 
 What a plan calls `rest`, `fwd_keep` and `bwd_keep` happens here: a layer's weights are
-raised from what is held to whole before it runs, in the forward and again in the
-backward loop, and what is kept on the way goes to the backward loop (stacked) or to
-the next forward pass (in the arena). The backward loop is written out with `jax.vjp`
-of one layer instead of differentiating through the scan, so that what lives when is
-decided here and nowhere else.
+raised from what is held to whole before it runs (`segment_weights`), in the forward and
+again in the backward loop, and what is kept on the way goes to the backward loop
+(stacked) or to the next forward pass (in the arena). The backward loop is written out
+with `jax.vjp` of one layer instead of differentiating through the scan, so that what
+lives when is decided here and nowhere else.
 """
 
 import dataclasses
@@ -15,41 +15,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mtuner_jax import shardings
+from mtuner_jax.engines import segment_weights
 from mtuner_jax.engines.protocols import Decoder
+from mtuner_jax.engines.segment_weights import Blocks, Forwards, Layer, Segment
 from mtuner_jax.engines.states import Params
 from mtuner_jax.ops import arena as arenas
 from mtuner_jax.ops import dropout, elastic, lora_linear, remat
-from mtuner_jax.planning.arenas import ArenaLayout
-from mtuner_jax.planning.plans import SAVED_TENSORS, Saved, SegmentPlan
-
-# The weights of one layer that are split over devices, in a fixed order.
-Blocks = list[jax.Array]
-
-
-class Layer(NamedTuple):
-    """A layer that is ready to run: its whole weights.
-
-    Attributes:
-      weights: {module: {leaf: array}}.
-      kept: The split weights as far as they were gathered at the segment's keep ratio,
-        or nothing.
-    """
-
-    weights: Params
-    kept: Blocks
-
-
-class Forwards(NamedTuple):
-    """What the forward loops carry.
-
-    Attributes:
-      x_BTD: Input of the layer at hand.
-      arena: The arena.
-    """
-
-    x_BTD: jax.Array
-    arena: jax.Array
+from mtuner_jax.planning.plans import SAVED_TENSORS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,7 +47,9 @@ class Run:
 
     def layer_adapters(self, layer: jax.Array) -> Params:
         """The adapters of one layer."""
-        return jax.tree.map(lambda stack: _index(stack, layer), self.adapters)
+        return jax.tree.map(
+            lambda stack: segment_weights.at(stack, layer), self.adapters
+        )
 
     def apply(
         self,
@@ -91,7 +65,7 @@ class Run:
             module: lora_linear.Lora(
                 adapter["lora_a"],
                 adapter["lora_b"],
-                _index(self.scalings[module], layer),
+                segment_weights.at(self.scalings[module], layer),
             )
             for module, adapter in adapters.items()
         }
@@ -105,146 +79,6 @@ class Run:
             context=self.context,
             tape=tape,
         )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Segment:
-    """One segment's plan, weights and place in the arena.
-
-    Attributes:
-      plan: The treatment.
-      start: Index of its first layer in the model.
-      first: Index of its first layer in the arena.
-      shards: Stacks of this device's share, {module: {leaf: [layers, ...]}}.
-      arena: The arena's layout.
-      axes: All mesh axes, slowest link first.
-    """
-
-    plan: SegmentPlan
-    start: int
-    first: int
-    shards: Params
-    arena: ArenaLayout
-    axes: tuple[str, ...]
-
-    @property
-    def last(self) -> int:
-        """Index of the last layer within the segment."""
-        return self.plan.num_layers - 1
-
-    @property
-    def keeps_forward(self) -> bool:
-        """Whether a copy goes from forward to backward."""
-        return self.plan.fwd_keep_axes > self.plan.rest_axes
-
-    @property
-    def keeps_backward(self) -> bool:
-        """Whether a copy goes from backward to the next forward."""
-        return self.plan.bwd_keep_axes > self.plan.rest_axes
-
-    @property
-    def on_host(self) -> bool:
-        """Whether layer inputs wait in pinned host memory."""
-        return self.plan.saved is Saved.LAYER_INPUT_ON_HOST
-
-    def row(self, kind: str, index: jax.Array | int) -> jax.Array:
-        """First arena row of layer `index`'s "input" or "copy"."""
-        starts = getattr(self.arena, f"{kind}_starts")
-        return _index(jnp.asarray(starts, jnp.int32), self.first + index)
-
-    def held(self, index: jax.Array | int) -> tuple[Blocks, Params]:
-        """Layer `index`'s split weights at rest, and its other ones."""
-        blocks: Blocks = []
-        others: Params = {}
-        for module, leaves in self.shards.items():
-            for leaf, stack in leaves.items():
-                if shardings.is_sharded(leaf):
-                    blocks.append(_index(stack, index))
-                else:
-                    others.setdefault(module, {})[leaf] = _index(stack, index)
-        return blocks, others
-
-    def assemble(self, blocks: Blocks, others: Params) -> Params:
-        """Split and other weights, back in one tree."""
-        left = iter(blocks)
-        return {
-            module: {
-                leaf: next(left) if shardings.is_sharded(leaf) else others[module][leaf]
-                for leaf in leaves
-            }
-            for module, leaves in self.shards.items()
-        }
-
-    def block_shapes(self, held: int) -> list[tuple[int, ...]]:
-        """Shapes of a layer's split weights when held over `held` axes."""
-        factor = 1
-        for axis in self.axes[self.plan.rest_axes : held]:
-            factor *= jax.lax.axis_size(axis)
-        return [
-            (stack.shape[1] * factor, *stack.shape[2:])
-            for leaves in self.shards.values()
-            for leaf, stack in leaves.items()
-            if shardings.is_sharded(leaf)
-        ]
-
-    def ready_forward(
-        self, index: jax.Array | int, state: Forwards
-    ) -> tuple[Layer, Forwards]:
-        """Raises layer `index` to whole for its forward pass.
-
-        Starts from the copy of the last backward pass, if there is one, else from what
-        is held at rest. Nothing is gathered before `state.x_BTD` is there.
-        """
-        blocks, others = self.held(index)
-        held = self.plan.rest_axes
-        if self.keeps_backward:
-            held = self.plan.bwd_keep_axes
-            shapes = self.block_shapes(held)
-            blocks, arena = arenas.take(state.arena, self.row("copy", index), shapes)
-            state = state._replace(arena=arena)
-        if held < len(self.axes):
-            # Loops of one trip are unrolled; without it XLA gathers early there.
-            tied: Any = jax.lax.optimization_barrier((blocks, state.x_BTD))
-            blocks = tied[0]
-            state = state._replace(x_BTD=tied[1])
-        full, kept = self.through(blocks, held, self.plan.fwd_keep_axes)
-        kept = kept if self.keeps_forward else []
-        return Layer(self.assemble(full, others), kept), state
-
-    def ready_backward(
-        self, index: jax.Array | int, kept: Blocks, dx_BTD: jax.Array
-    ) -> tuple[Params, Blocks, jax.Array]:
-        """Raises layer `index` to whole for its backward pass.
-
-        Args:
-          index: The layer, within the segment.
-          kept: What its forward pass kept of all layers, stacked, or nothing.
-          dx_BTD: The gradient at hand; nothing is gathered before it is there.
-
-        Returns:
-          (whole weights, the copy for the next forward pass or nothing, dx_BTD).
-        """
-        blocks, others = self.held(index)
-        held = self.plan.rest_axes
-        if self.keeps_forward:
-            held = self.plan.fwd_keep_axes
-            blocks = list[jax.Array](_index(stack, index) for stack in kept)
-        if held < len(self.axes):
-            # Loops of one trip are unrolled. Without it XLA then merges this gather
-            # with the forward's, or gathers early, and so keeps whole weights.
-            tied: Any = jax.lax.optimization_barrier((blocks, dx_BTD))
-            blocks, dx_BTD = tied
-        full, copy = self.through(blocks, held, self.plan.bwd_keep_axes)
-        copy = copy if self.keeps_backward else []
-        return self.assemble(full, others), copy, dx_BTD
-
-    def through(self, blocks: Blocks, held: int, stop: int) -> tuple[Blocks, Blocks]:
-        """(whole weights, their parts held over `stop` axes); see `elastic.through`."""
-        pairs = [
-            elastic.through(block, axes=self.axes, held=held, stop=stop)
-            for block in blocks
-        ]
-        return [full for full, _ in pairs], [part for _, part in pairs]
 
 
 class Kept(NamedTuple):
@@ -470,7 +304,9 @@ def _backward_ahead(run, segment, kept_and_before, state_and_ready):
 def _take_input(segment, kept, index, state):
     """A layer's input; its rows of the arena are free afterwards."""
     if segment.on_host:
-        x_BTD = jax.device_put(_index(kept.inputs, index), jax.memory.Space.Device)
+        x_BTD = jax.device_put(
+            segment_weights.at(kept.inputs, index), jax.memory.Space.Device
+        )
         return x_BTD, state
     shape = state.dx_BTD.shape
     (x_BTD,), arena = arenas.take(state.arena, segment.row("input", index), [shape])
@@ -488,7 +324,9 @@ def _ready(segment, index, kept, state):
 
 
 def _saved_of(kept, index):
-    return {name: _index(stack, index) for name, stack in kept.tensors.items()}
+    return {
+        name: segment_weights.at(stack, index) for name, stack in kept.tensors.items()
+    }
 
 
 def _run_backward(run, segment, layer, state):
@@ -506,13 +344,9 @@ def _run_backward(run, segment, layer, state):
     d_adapters, dx_BTD = jax.lax.optimization_barrier(pullback(state.dx_BTD))
     grads = jax.tree.map(
         lambda total, part: jax.lax.dynamic_update_index_in_dim(
-            total, _index(total, number) + part, number, 0
+            total, segment_weights.at(total, number) + part, number, 0
         ),
         state.grads,
         d_adapters,
     )
     return state._replace(dx_BTD=dx_BTD, grads=grads)
-
-
-def _index(stack, index):
-    return jax.lax.dynamic_index_in_dim(stack, index, 0, keepdims=False)

@@ -9,6 +9,7 @@ import pytest
 from models import llama
 from mtuner_jax.adapters import lora
 from mtuner_jax.engines import segment_passes
+from mtuner_jax.engines.segment_weights import Segment
 from mtuner_jax.planning import arenas, plans
 from mtuner_jax.planning.plans import Saved
 from tests import tiny
@@ -61,7 +62,7 @@ def segment_run(saved, *, prefetch=False):
     )
     input_size = 0 if saved is Saved.LAYER_INPUT_ON_HOST else INPUT_FLOATS
     layout = arenas.layout(LAYERS * [input_size], LAYERS * [0])
-    segment = segment_passes.Segment(
+    segment = Segment(
         plan=plans.SegmentPlan(num_layers=LAYERS, saved=saved, prefetch=prefetch),
         start=0,
         first=0,
