@@ -286,7 +286,7 @@ def load_weights(
         dtype.name,
     )
     if config.random_init:
-        return base_weights.random(abstract, jax.random.key(config.seed))
+        return base_weights.random(abstract, spec.plan, jax.random.key(config.seed))
     names = base_weights.locate(llama_hf_names.tensors(opened.config), spec.plan)
     return hf_import.load(opened.source, names, abstract)
 

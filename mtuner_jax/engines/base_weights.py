@@ -6,7 +6,9 @@ is created in its sharding; no device and no host ever holds more.
 """
 
 import dataclasses
+import functools
 import math
+import zlib
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -76,18 +78,28 @@ def locate(tensors: Sequence[Tensor], plan: Plan) -> tuple[Tensor, ...]:
     return tuple(_locate(tensor, plan) for tensor in tensors)
 
 
-def random(abstract: Params, key: jax.Array, *, scale: float = 0.02) -> Params:
-    """Random weights, for benchmarks: norms 1, biases 0, the rest normal(scale)."""
+def random(
+    abstract: Params, plan: Plan, key: jax.Array, *, scale: float = 0.02
+) -> Params:
+    """Random weights: norms 1, biases 0, the rest normal(scale).
+
+    A layer's weights depend on the key, its number and the leaf's name only, so every
+    plan and mesh of a model gets the same ones.
+    """
     flat, tree = jax.tree_util.tree_flatten_with_path(abstract)
     leaves = []
-    for index, (path, leaf) in enumerate(flat):
+    for path, leaf in flat:
+        names = [str(part.key) for part in path]
+        layers = None
+        if names[0] == "segments":
+            start = plan.starts[int(names.pop(1))]
+            layers = jnp.arange(start, start + leaf.shape[0], dtype=jnp.int32)
         make = jax.jit(
-            lambda key, leaf=leaf, kind=path[-1].key: _random_leaf(
-                key, leaf, kind=kind, scale=scale
-            ),
+            functools.partial(_random_leaf, leaf=leaf, kind=names[-1], scale=scale),
             out_shardings=leaf.sharding,
         )
-        leaves.append(make(jax.random.fold_in(key, index)))
+        number = zlib.crc32("/".join(names).encode()) & 0x7FFFFFFF
+        leaves.append(make(jax.random.fold_in(key, number), layers))
     return jax.tree.unflatten(tree, leaves)
 
 
@@ -125,9 +137,17 @@ def _abstract(node, name, *, axis_rules, mesh):
     return jax.ShapeDtypeStruct(node, jnp.float32, sharding=sharding)
 
 
-def _random_leaf(key, leaf, *, kind, scale):
+def _random_leaf(key, layers, *, leaf, kind, scale):
+    """One leaf; `layers` are the numbers along its first dim, None without layers."""
     if kind == "scale":
         return jnp.ones(leaf.shape, leaf.dtype)
     if kind == "bias":
         return jnp.zeros(leaf.shape, leaf.dtype)
-    return scale * jax.random.normal(key, leaf.shape, leaf.dtype)
+    if layers is None:
+        return scale * jax.random.normal(key, leaf.shape, leaf.dtype)
+
+    def one(layer):
+        own = jax.random.fold_in(key, layer)
+        return scale * jax.random.normal(own, leaf.shape[1:], leaf.dtype)
+
+    return jax.vmap(one)(layers)

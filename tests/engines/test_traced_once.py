@@ -45,7 +45,7 @@ def test_step_and_evaluation_are_traced_once_each(bwd_keep_axes):
     )
     optimizer = optax.adamw(1e-2)
     abstract = base_weights.layout(model, plan, mesh, dtype=jnp.float32)
-    weights = base_weights.random(abstract, jax.random.key(0))
+    weights = base_weights.random(abstract, plan, jax.random.key(0))
     state = elastic_step.init_state(spec, optimizer)
     arenas = elastic_step.init_arenas(spec, weights, max_length=TOKENS)
     assert bool(arenas) == plan.keeps_copies == (bwd_keep_axes > 0)
