@@ -245,7 +245,7 @@ def measure(
     plan, model = spec.plan, spec.model
     optimizer = optimizers.adamw(OptimizerConfig(), lambda step: 1e-4)
     abstract = base_weights.layout(model, plan, mesh, dtype=jnp.dtype(args.dtype))
-    weights = base_weights.random(abstract, jax.random.key(0))
+    weights = base_weights.random(abstract, plan, jax.random.key(0))
     state = elastic_step.init_state(spec, optimizer)
     rows = random_batch(plan, max_length=args.max_length, vocab_size=model.vocab_size)
     batch = elastic_step.put(elastic_step.cut(rows, plan), mesh)
