@@ -10,6 +10,7 @@ from mtuner_jax.configs import ConfigError
 
 GB = 10**9
 GIB = 2**30
+RESERVE_BYTES = GIB // 2
 _RESERVE = (
     "assumed: XLA's sizes and the allocator's peak agreed to 0.1 GiB in every run on "
     "H200 (docs/benchmarks); the rest is margin"
@@ -44,7 +45,7 @@ class Card:
     host_bytes_per_s: float
     sources: dict[str, str]
     kernel_s: float = 3e-6
-    reserve_bytes: int = GIB // 2
+    reserve_bytes: int = RESERVE_BYTES
     pool_fraction: float = 0.75
 
 
