@@ -39,6 +39,7 @@ class Options:
       copy_rows: Arena rows of its copy.
       row_bytes: Bytes of an arena row, a number.
       transient_bytes: What lives only while a layer runs.
+      element_bytes: Of an element in the arena, a number.
     """
 
     segments: tuple[SegmentPlan, ...]
@@ -51,6 +52,7 @@ class Options:
     copy_rows: np.ndarray
     row_bytes: int
     transient_bytes: np.ndarray
+    element_bytes: int
 
     def __len__(self) -> int:
         return len(self.segments)
@@ -200,4 +202,5 @@ def _bytes(memory, element_bytes):
         "copy_rows": -(-copies // width),
         "row_bytes": width * element_bytes,
         "transient_bytes": np.array([layer.transient for layer in memory]),
+        "element_bytes": element_bytes,
     }

@@ -1,0 +1,224 @@
+"""The fastest plan that fits: residency, saving, cutting and tables chosen jointly.
+
+Everything but the layers of the main part is enumerated (`frames`: how the batch is
+cut, the tail, tables, adapters, whether gathers are merged); the main part is filled
+exactly by `knapsack`. Each case has a lower bound, cases are taken in its order, and
+the search ends when no bound is below the best plan found. So the result is the best
+of all plans within the limits on segments.
+"""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from mtuner_jax.planning import frames, knapsack, options
+from mtuner_jax.planning.frames import Cases, Frame
+from mtuner_jax.planning.hardware import Hardware
+from mtuner_jax.planning.knapsack import Filler, Filling, Task
+from mtuner_jax.planning.plans import Plan, SegmentPlan
+from mtuner_jax.planning.workloads import Workload
+
+# Share of the step that a further segment has to win: it costs compile time and what
+# memory the model does not see, and a plan that gains nothing should be simple.
+SEGMENT_SHARE = 0.002
+_SAMPLES = 8  # cases of a frame whose prices bound all of them
+_SAME = 1e-9  # times that differ by less are equal
+_DTYPES = {2: "bfloat16", 4: "float32", 8: "float64"}
+
+
+class Scored(NamedTuple):
+    """A plan and what it is chosen by, best first.
+
+    Attributes:
+      score_s: Seconds of a step, and the price of its segments.
+      num_bytes: On a device.
+      segments: How many.
+      plan: The plan.
+    """
+
+    score_s: float
+    num_bytes: int
+    segments: int
+    plan: Plan
+
+    def better(self, other: "Scored | None") -> bool:
+        """Faster; where equally fast, smaller; where equally large, simpler."""
+        if other is None:
+            return True
+        if abs(self.score_s - other.score_s) > _SAME * other.score_s:
+            return self.score_s < other.score_s
+        return self[1:3] < other[1:3]
+
+
+class Searcher:
+    """Searches plans for one workload, machine and mesh, for any budget.
+
+    Attributes:
+      workload: Sizes and batch.
+      hardware: The machine.
+      mesh_sizes: Devices along each mesh axis, slowest link first.
+    """
+
+    def __init__(
+        self, workload: Workload, hardware: Hardware, mesh_sizes: tuple[int, ...]
+    ):
+        self.workload = workload
+        self.hardware = hardware
+        self.mesh_sizes = mesh_sizes
+        self._fillers: dict[tuple[int, bool], Filler] = {}
+        self.frames = list(frames.enumerate_frames(workload, hardware, mesh_sizes))
+
+    @property
+    def scored(self) -> int:
+        """Plans looked at so far."""
+        return sum(filler.scored for filler in self._fillers.values())
+
+    def best(self, budget_bytes: int) -> Scored | None:
+        """The fastest plan that the models say fits."""
+        best = None
+        plain = [frame for frame in self.frames if frame.chosen.tail_chunks == 1]
+        best = self._over(plain, budget_bytes, best)
+        with_tail = [frame for frame in self.frames if frame.chosen.tail_chunks > 1]
+        return self._over(with_tail, budget_bytes, best)
+
+    def filler(self, rows: int, *, merge_gathers: bool) -> Filler:
+        """The options of layers that run so many rows at once."""
+        key = (rows, merge_gathers)
+        if key not in self._fillers:
+            self._fillers[key] = Filler(
+                options.worth_trying(
+                    self.workload,
+                    self.hardware,
+                    mesh_sizes=self.mesh_sizes,
+                    rows=rows,
+                    merge_gathers=merge_gathers,
+                )
+            )
+        return self._fillers[key]
+
+    def _over(self, over, budget_bytes, best):
+        """Solves cases in the order of their bounds until none can be better."""
+        places: list[tuple[Frame, Cases, int]] = []
+        bounds = [np.zeros(0)]
+        for frame in over:
+            cases = self.cases(frame)
+            bound_s = self._bounds(frame, cases, budget_bytes, best)
+            kept = np.flatnonzero(bound_s < _limit(best))
+            places += [(frame, cases, int(index)) for index in kept]
+            bounds.append(bound_s[kept])
+        bound_s = np.concatenate(bounds)
+        for place in np.argsort(bound_s, kind="stable"):
+            if bound_s[place] >= _limit(best):
+                break
+            best = self._solve(*places[place], budget_bytes, best)
+        return best
+
+    def cases(self, frame: Frame) -> Cases:
+        """Tails that the frame can have."""
+        rows = frame.chosen.microbatch // frame.chosen.tail_chunks
+        tail = self.filler(rows, merge_gathers=frame.merge_gathers).options
+        if frame.chosen.tail_chunks == 1:
+            return frames.no_tail(frame, tail)
+        return frames.tails(frame, tail, self.workload.num_layers)
+
+    def _bounds(self, frame, cases, budget_bytes, best):
+        """Scores that no plan of a case undercuts; inf where none can fit."""
+        filler = self._main(frame)
+        room = budget_bytes - frame.static_bytes - cases.tail_bytes
+        layers = self.workload.num_layers - cases.tail_layers
+        more = SEGMENT_SHARE * (cases.tail_layers > 0)
+        bound_s = np.where(room < cases.floor_bytes, np.inf, cases.seconds)
+        open_ = np.flatnonzero((bound_s < _limit(best)) & (layers > 0))
+        if not open_.size:
+            return bound_s
+        prices = []
+        for index in open_[np.linspace(0, len(open_) - 1, _SAMPLES).astype(int)]:
+            prices += filler.prices(_task(layers, room, cases, index))
+        main_s = filler.bounds_s(
+            sorted(set(prices)), layers[open_], room[open_], cases.floor_bytes[open_]
+        )
+        whole_s = cases.seconds[open_] + frame.chosen.accumulation * main_s
+        for segments in range(knapsack.MAX_SEGMENTS):
+            whole_s[segments] *= 1 + SEGMENT_SHARE * segments + more[open_]
+        bound_s[open_] = whole_s.min(axis=0)
+        return bound_s
+
+    def _main(self, frame: Frame) -> Filler:
+        rows = frame.chosen.microbatch
+        return self.filler(rows, merge_gathers=frame.merge_gathers)
+
+    def _solve(self, frame, cases, index, budget_bytes, best):
+        """The best of a case's plans and the best one so far."""
+        tail_layers = int(cases.tail_layers[index])
+        task = Task(
+            layers=self.workload.num_layers - tail_layers,
+            room_bytes=int(budget_bytes - frame.static_bytes - cases.tail_bytes[index]),
+            floor_bytes=int(cases.floor_bytes[index]),
+        )
+        seconds = float(cases.seconds[index])
+        for number in range(knapsack.MAX_SEGMENTS + 1):
+            if (number == 0) != (task.layers == 0):
+                continue
+            segments = number + (tail_layers > 0)
+            price = 1 + SEGMENT_SHARE * (segments - 1)
+            limit_s = (_limit(best) / price - seconds) / frame.chosen.accumulation
+            filling = self._fill(frame, task, number, limit_s)
+            if filling is None:
+                continue
+            score_s = price * (seconds + frame.chosen.accumulation * filling.seconds)
+            taken = budget_bytes - task.room_bytes + filling.num_bytes
+            if best is None or score_s <= _limit(best):
+                plan = self._plan(frame, cases, index, filling)
+                scored = Scored(score_s, taken, segments, plan)
+                best = scored if scored.better(best) else best
+        return best
+
+    def _fill(self, frame, task, segments, limit_s):
+        filler = self._main(frame)
+        if segments:
+            return filler.best(task, segments, limit_s=limit_s)
+        row = frames.empty_arena_bytes(filler.options)
+        taken = row + task.floor_bytes
+        return Filling(0.0, taken, (), ()) if taken <= task.room_bytes else None
+
+    def _plan(self, frame, cases, index, filling):
+        main = self._main(frame).options.segments
+        parts = [
+            dataclasses.replace(main[option], num_layers=count)
+            for option, count in zip(filling.sequence, filling.counts, strict=True)
+        ]
+        chosen = frame.chosen
+        tail_layers = int(cases.tail_layers[index])
+        if tail_layers:
+            rows = chosen.microbatch // chosen.tail_chunks
+            tail = self.filler(rows, merge_gathers=frame.merge_gathers).options
+            segment: SegmentPlan = tail.segments[int(cases.option[index])]
+            parts.append(dataclasses.replace(segment, num_layers=tail_layers))
+        return Plan(
+            mesh_sizes=self.mesh_sizes,
+            segments=tuple(parts),
+            microbatch=chosen.microbatch,
+            accumulation=chosen.accumulation,
+            tail_layers=tail_layers,
+            tail_chunks=chosen.tail_chunks,
+            embedding=chosen.embedding,
+            head=chosen.head,
+            adapters=chosen.adapters,
+            weight_dtype=_DTYPES[self.workload.element_bytes],
+            merge_gathers=frame.merge_gathers,
+        )
+
+
+def _task(layers, room, cases, index):
+    return Task(
+        layers=int(layers[index]),
+        room_bytes=int(room[index]),
+        floor_bytes=int(cases.floor_bytes[index]),
+    )
+
+
+def _limit(best: Scored | None) -> float:
+    """Scores up to it are still of interest: smaller plans may be as fast."""
+    return math.inf if best is None else best.score_s * (1 + _SAME)
