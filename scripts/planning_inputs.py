@@ -47,7 +47,7 @@ class Request:
     mesh: meshes.MeshSpec
     global_batch_size: int
     max_length: int
-    lora: LoraConfig = LoraConfig()
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     dtype: str = "bfloat16"
     attention: str = "cudnn"
     hardware: str = "auto"
