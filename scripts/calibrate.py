@@ -195,6 +195,8 @@ def main(argv: list[str]) -> int:
     """Measures, writes, prints; 1 if a section failed."""
     args = parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    if args.output and args.output.suffix != ".json":
+        raise ConfigError(f"--output {args.output}: --hardware knows files as .json")
     bench = make_bench(args)
     name, base = name_and_base(args.name, bench)
     device = bench.mesh.devices.flat[0].device_kind

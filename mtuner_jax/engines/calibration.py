@@ -23,7 +23,7 @@ from mtuner_jax.engines.states import Batch
 from mtuner_jax.ops import attention, lora_linear, remat
 from mtuner_jax.planning import hardware, hardware_presets
 
-_TINY = 128  # rows and columns of a product that takes no time
+_TINY = (128, 16)  # an operand whose products take no time and are not split
 _TINY_CHAIN = 16
 # What a section may raise without ending the others: JAX, XLA and our own checks.
 # XLA's errors are RuntimeErrors.
@@ -167,23 +167,27 @@ def _attention(bench: Bench, found: Mapping[str, Any]) -> Section:
     def run(q, k, v):
         return attention.attend(q, k, v, ids, spec)[0]
 
-    def forward(state, grad):
-        del grad
-        return (run(*state), *state[1:])
+    # Barriers and a number that takes part of each result keep the loop's steps, which
+    # all do the same, apart; results carried on would be copied.
+    def forward(mark, constants):
+        qkv, mark = jax.lax.optimization_barrier((constants[:3], mark))
+        return mark + jax.lax.optimization_barrier(run(*qkv))[0, 0, 0, 0]
 
-    def both(state, grad):
-        _, pullback = jax.vjp(run, *state)
-        return pullback(grad)
+    def both(mark, constants):
+        (*qkv, grad), mark = jax.lax.optimization_barrier((constants, mark))
+        grads = jax.lax.optimization_barrier(jax.vjp(run, *qkv)[1](grad))
+        return mark + sum(grad[0, 0, 0, 0] for grad in grads)
 
     product = sizes.rows * sizes.row_tokens**2 * sizes.num_heads * sizes.head_dim
     num = bench.num_steps(7 * product / (0.5 * sizes.expected_flops_per_s))
-    grad = bench.random(4, shape)
-    forward_s = benches.looped_s(forward, qkv, grad, num=num, repeats=sizes.repeats)
-    both_s = benches.looped_s(both, qkv, grad, num=num, repeats=sizes.repeats)
-    details = {"forward_s": forward_s, "forward_and_backward_s": both_s}
-    return Section(
-        figures={"attention_flops_per_s": 7 * product / both_s}, details=details
+    mark, constants = jnp.zeros((), bench.dtype), (*qkv, bench.random(4, shape))
+    forward_s, both_s = (
+        benches.looped_s(step, mark, constants, num=num, repeats=sizes.repeats)
+        for step in (forward, both)
     )
+    details = {"forward_s": forward_s, "forward_and_backward_s": both_s}
+    figures = {"attention_flops_per_s": 7 * product / both_s}
+    return Section(figures=figures, details=details)
 
 
 def _elementwise(bench: Bench, found: Mapping[str, Any]) -> Section:
@@ -203,8 +207,9 @@ def _elementwise(bench: Bench, found: Mapping[str, Any]) -> Section:
 def _kernel(bench: Bench, found: Mapping[str, Any]) -> Section:
     """Products too small to take time, each waiting for the one before."""
     del found
-    shape, scale = (_TINY, _TINY), _TINY**-0.5
-    x, weight = (bench.random(i, shape, scale=scale) for i in range(2))
+    rows, width = _TINY
+    x = bench.random(0, (rows, width))
+    weight = bench.random(1, (width, width), scale=width**-0.5)
 
     def chain(x, weight):
         for _ in range(_TINY_CHAIN):

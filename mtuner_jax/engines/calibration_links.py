@@ -45,28 +45,31 @@ def _gather(bench, axes, output_bytes):
     group = math.prod(bench.mesh.shape[axis] for axis in axes)
     elements = max(output_bytes // group // jnp.dtype(bench.dtype).itemsize, 1)
     num = min(max(2 * bench.sizes.gather_bytes[-1] // output_bytes, 8), 100)
-    state = (None, _shards(bench, elements))
+    state = _state(bench, None, elements)
     run = _side_by_side(bench, axes, num)
     seconds = benches.call_s(run, state, None, repeats=bench.sizes.repeats) / num
     received = (group - 1) * elements * jnp.dtype(bench.dtype).itemsize
     return received, seconds
 
 
-def _shards(bench, elements):
-    """[devices, elements], a row on each device."""
-    ones = jnp.ones((bench.mesh.size, elements), bench.dtype)
-    return jax.device_put(ones, NamedSharding(bench.mesh, P(bench.axes)))
+def _state(bench, operand, elements):
+    """(operand, [devices, elements] with a row on each or None, a number on each)."""
+    rows = NamedSharding(bench.mesh, P(bench.axes))
+    devices = bench.mesh.size
+    shard = jnp.ones((devices, elements), bench.dtype) if elements else None
+    return jax.device_put((operand, shard, jnp.zeros(devices, bench.dtype)), rows)
 
 
 def _side_by_side(bench: Bench, axes: tuple[str, ...], num: int) -> Callable[..., Any]:
     """A loop of products, of gathers over `axes`, or of both, one beside the other.
 
-    The state is (operand or None, shard or None). Barriers tie each gather to one
-    product, so that the two can only run at the same time or one after the other.
+    The state is (operand or None, shard or None, one number a device). Barriers tie
+    each gather to one product, so that the two can only run at the same time or one
+    after the other; the number, which takes an element of each gather, keeps them.
     """
 
     def step(state, weights):
-        operand_TD, shard = state
+        operand_TD, shard, mark = state
         for weight in weights or (None,):
             whole = None
             operand_TD, shard = jax.lax.optimization_barrier((operand_TD, shard))
@@ -74,9 +77,12 @@ def _side_by_side(bench: Bench, axes: tuple[str, ...], num: int) -> Callable[...
                 whole = elastic.gather(shard, axes=axes)
             if operand_TD is not None:
                 operand_TD = operand_TD @ weight
-            operand_TD, whole = jax.lax.optimization_barrier((operand_TD, whole))
-            shard = None if whole is None else whole[:1]
-        return operand_TD, shard
+            operand_TD, shard, whole = jax.lax.optimization_barrier(
+                (operand_TD, shard, whole)
+            )
+            if whole is not None:
+                mark = mark + whole[-1:, -1]
+        return operand_TD, shard, mark
 
     def run(state, weights):
         return jax.lax.fori_loop(0, num, lambda _, s: step(s, weights), state)
@@ -99,25 +105,24 @@ def overlap(bench: Bench, found: Mapping[str, Any]) -> Section:
         for i, shape in enumerate([(d, f), (f, d)])
     ]
     operand = bench.random(2, (bench.mesh.size * sizes.tokens[-1], d))
-    operand = jax.device_put(operand, NamedSharding(bench.mesh, P(bench.axes)))
     weights = jax.device_put(weights, NamedSharding(bench.mesh, P()))
     flops = 2 * len(weights) * sizes.tokens[-1] * d * f
     num = bench.num_steps(flops / sizes.expected_flops_per_s)
     run = _side_by_side(bench, bench.axes, num)
 
-    def seconds(operand, shard):
-        state = (operand, shard)
+    def seconds(operand, elements):
+        state = _state(bench, operand, elements)
         return benches.call_s(run, state, weights, repeats=sizes.repeats) / num
 
-    products_s, gathers_s, shard = seconds(operand, None), 0.0, None
+    products_s, gathers_s, elements = seconds(operand, 0), 0.0, 0
     wanted_s = _COVERED * products_s / len(weights) - link.latency_s
     received = max(wanted_s * link.bytes_per_s, sizes.gather_bytes[0])
     for _ in range(2):  # the second size goes by the time that the first took
         elements = int(received) // (bench.mesh.size - 1) // operand.dtype.itemsize
-        shard = _shards(bench, max(elements, 1))
-        gathers_s = seconds(None, shard)
+        elements = max(elements, 1)
+        gathers_s = seconds(None, elements)
         received *= _COVERED * products_s / gathers_s
-    both_s = seconds(operand, shard)
+    both_s = seconds(operand, elements)
     details = {"products_s": products_s, "gathers_s": gathers_s, "both_s": both_s}
     figures = {"overlap_slowdown": slowdown(products_s, gathers_s, both_s)}
     if bench.on_gpu and figures["overlap_slowdown"] >= _MOST_SLOWDOWN:
@@ -144,7 +149,7 @@ def host(bench: Bench, found: Mapping[str, Any]) -> Section:
     """All devices at once to pinned host memory, and back; the slower way counts."""
     del found
     size, itemsize = bench.sizes.host_bytes, jnp.dtype(bench.dtype).itemsize
-    on_device = _shards(bench, size // itemsize)
+    _, on_device, _ = _state(bench, None, size // itemsize)
     pinned = on_device.sharding.with_memory_kind("pinned_host")
     repeats = bench.sizes.repeats
     to_host_s = benches.call_s(jax.device_put, on_device, pinned, repeats=repeats)

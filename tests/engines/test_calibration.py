@@ -148,15 +148,17 @@ def test_products_slow_down_by_what_they_lose_beside_gathers(both_s, slowdown):
 
 def test_a_loop_does_all_of_its_products_and_gathers():
     where = bench("2x2")
-    num, tokens, width = 3, 4, 8
+    num, width = 3, 8
     weights = [where.random(i, (width, width), scale=0.3) for i in range(2)]
-    operand = where.random(5, (4 * tokens, width))
+    operand = where.random(5, (16, width))
     shard = jnp.arange(4.0 * 2).reshape(4, 2)
-    run = calibration_links._side_by_side(where, ("tier0", "tier1"), num)
-    product, gathered = run((operand, shard), weights)
+    run = calibration_links._side_by_side(where, ("tier1",), num)
+    product, kept, marks = run((operand, shard, jnp.zeros(4)), weights)
     want = operand @ np.linalg.matrix_power(np.asarray(weights[0] @ weights[1]), num)
     np.testing.assert_allclose(product, want, rtol=1e-4, atol=1e-5)
-    np.testing.assert_array_equal(gathered, np.tile(shard[:1], (4, 1)))
+    np.testing.assert_array_equal(kept, shard)
+    # Each of the six gathers brings the last element of the pair of devices.
+    np.testing.assert_array_equal(marks, [6 * 3.0, 6 * 3.0, 6 * 7.0, 6 * 7.0])
 
 
 @pytest.mark.parametrize(
@@ -166,10 +168,8 @@ def test_a_loop_does_all_of_its_products_and_gathers():
 def test_each_gather_stands_beside_one_product(products, gathers, counts):
     where = bench("2x2")
     weights = [where.random(i, (8, 8)) for i in range(2)]
-    state = (
-        where.random(5, (16, 8)) if products else None,
-        jnp.ones((4, 2)) if gathers else None,
-    )
+    operand = where.random(5, (16, 8)) if products else None
+    state = calibration_links._state(where, operand, 2 if gathers else 0)
     run = calibration_links._side_by_side(where, ("tier1",), 3)
     text = run.lower(state, weights).as_text()
     found = (text.count("stablehlo.dot_general"), text.count("stablehlo.all_gather"))
