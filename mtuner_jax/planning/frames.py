@@ -86,7 +86,7 @@ def enumerate_frames(
         for chunks in chunkings(microbatch):
             found = [
                 _frame(workload, hardware, chosen)
-                for chosen in _choices(
+                for chosen in choices(
                     workload, mesh_sizes, (microbatch, accumulation), chunks
                 )
             ]
@@ -145,7 +145,13 @@ def empty_arena_bytes(options: Options) -> int:
     return _SMALL_ROW * options.element_bytes
 
 
-def _choices(workload, mesh_sizes, cut, chunks):
+def choices(
+    workload: Workload,
+    mesh_sizes: tuple[int, ...],
+    cut: tuple[int, int],
+    chunks: int,
+) -> Iterator[StepChoices]:
+    """Tables and adapters of a plan cut into (microbatch, accumulation) and chunks."""
     devices = math.prod(mesh_sizes)
     kinds = list(Table) if devices > 1 else [Table.GATHERED]
     adapters = [AdapterState.REPLICATED]

@@ -136,20 +136,20 @@ def _widths(workload):
 def _forward_features(workload):
     """Elements that elementwise kernels move for a token.
 
-    Norms read and write the stream twice, residuals read it four times and write it
-    twice, rotation reads and writes queries and keys, the gate reads two and writes
+    Two norms read the stream twice and write it, two residuals read it twice and write
+    it, rotation reads and writes queries and keys, the gate reads two and writes
     one of the wide tensors.
     """
     stream, wide, rotated = _widths(workload)
-    return 10 * stream + 2 * rotated + 3 * wide
+    return 12 * stream + 2 * rotated + 3 * wide
 
 
 def _backward_features(workload, saved):
     """Likewise for the gradient, and for what is computed again."""
     stream, wide, rotated = _widths(workload)
     names = SAVED_TENSORS[saved]
-    features = 15 * stream + 2 * rotated + 5 * wide
-    features += 0 if "mlp_input" in names else 7 * stream
+    features = 19 * stream + 2 * rotated + 5 * wide
+    features += 0 if "mlp_input" in names else 9 * stream
     features += 0 if "query" in names else 2 * rotated
     features += 0 if "hidden" in names else 3 * wide
     return features

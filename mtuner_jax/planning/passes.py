@@ -43,7 +43,8 @@ class Overlap:
     def beside(self, phase: Phase | Phases, ahead_s: Seconds, *, backward: bool) -> Any:
         """Seconds of a layer while `ahead_s` of gathers for the next one run."""
         before_s = phase.host_s if backward else 0.0
-        lost_s = ahead_s * (1.0 - 1.0 / self.slowdown)
+        slow_s = np.maximum(ahead_s - before_s, 0.0)
+        lost_s = slow_s * (1.0 - 1.0 / self.slowdown)
         share = np.where(ahead_s > 0.0, self.share, 1.0)
         together_s = before_s + share * phase.compute_s + lost_s
         together_s = np.maximum(ahead_s, together_s)

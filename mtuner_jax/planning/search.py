@@ -8,16 +8,28 @@ of all plans within the limits on segments.
 """
 
 import dataclasses
+import enum
 import math
+import time
 from typing import NamedTuple
 
 import numpy as np
 
-from mtuner_jax.planning import frames, knapsack, options
+from mtuner_jax import sizes
+from mtuner_jax.planning import (
+    frames,
+    knapsack,
+    memory_model,
+    options,
+    shortages,
+    timeline,
+)
 from mtuner_jax.planning.frames import Cases, Frame
 from mtuner_jax.planning.hardware import Hardware
 from mtuner_jax.planning.knapsack import Filler, Filling, Task
+from mtuner_jax.planning.memory_model import Forecast
 from mtuner_jax.planning.plans import Plan, SegmentPlan
+from mtuner_jax.planning.timeline import Timeline
 from mtuner_jax.planning.workloads import Workload
 
 # Share of the step that a further segment has to win: it costs compile time and what
@@ -26,6 +38,119 @@ SEGMENT_SHARE = 0.002
 _SAMPLES = 8  # cases of a frame whose prices bound all of them
 _SAME = 1e-9  # times that differ by less are equal
 _DTYPES = {2: "bfloat16", 4: "float32", 8: "float64"}
+
+
+_HIDDEN = 0.02  # a smaller share of exposed communication binds nothing
+_WORTH = 0.01  # a smaller share of a step is not worth more memory
+_UNLIMITED_BYTES = 2**50
+_TRIES = 8
+
+
+class Binds(enum.StrEnum):
+    """What keeps a step from being faster."""
+
+    COMPUTE = "compute-bound"
+    LINK = "link-bound"
+    MEMORY = "memory-bound"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Found:
+    """The fastest plan that fits.
+
+    Attributes:
+      plan: The plan.
+      timeline: Its step, played.
+      forecast: Its bytes.
+      binds: What keeps it from being faster.
+      reason: The same as a sentence.
+      num_scored: Plans that the search compared.
+      search_s: Its seconds.
+    """
+
+    plan: Plan
+    timeline: Timeline
+    forecast: Forecast
+    binds: Binds
+    reason: str
+    num_scored: int
+    search_s: float
+
+
+def fastest(
+    workload: Workload,
+    hardware: Hardware,
+    *,
+    mesh_sizes: tuple[int, ...],
+    budget_bytes: int,
+) -> Found:
+    """Searches the fastest plan of a step.
+
+    Args:
+      workload: Sizes and batch.
+      hardware: The machine; its links those of the mesh's axes.
+      mesh_sizes: Devices along each mesh axis, slowest link first; () is one device.
+      budget_bytes: That a compiled step may take on a device.
+
+    Raises:
+      ConfigError: No plan fits; says what the smallest needs and what frees most.
+    """
+    start_s = time.perf_counter()
+    mesh_sizes = mesh_sizes or (1,)  # as the engine's mesh has it
+    searcher = Searcher(workload, hardware, mesh_sizes)
+    best = _fitting(searcher, budget_bytes)
+    if best is None:
+        raise shortages.error(workload, hardware, mesh_sizes, budget_bytes=budget_bytes)
+    unlimited = searcher.best(_UNLIMITED_BYTES)
+    assert unlimited is not None  # at least `best` fits
+    played = timeline.replay(best.plan, workload, hardware)
+    binds, reason = _binding(played, unlimited, workload, hardware)
+    return Found(
+        plan=best.plan,
+        timeline=played,
+        forecast=memory_model.forecast(best.plan, workload),
+        binds=binds,
+        reason=reason,
+        num_scored=searcher.scored,
+        search_s=time.perf_counter() - start_s,
+    )
+
+
+def _fitting(searcher, budget_bytes):
+    """The best plan that the whole memory model says fits.
+
+    The search adds bytes up; should the model know more than sums, the search is
+    repeated with what it missed taken off.
+    """
+    left = budget_bytes
+    for _ in range(_TRIES):
+        best = searcher.best(left)
+        if best is None:
+            return None
+        taken = memory_model.forecast(best.plan, searcher.workload).total_bytes
+        if taken <= budget_bytes:
+            return best
+        left -= taken - budget_bytes
+    return None
+
+
+def _binding(played, unlimited, workload, hardware):
+    """(what binds, the sentence that says so)."""
+    freed = timeline.replay(unlimited.plan, workload, hardware)
+    gain = 1.0 - freed.step_s / played.step_s
+    needs = memory_model.forecast(unlimited.plan, workload).total_bytes
+    exposed = played.exposed_s / played.step_s
+    faster = f"{gain:.1%} faster with {sizes.gib(needs)} per device"
+    if exposed <= _HIDDEN:
+        reason = f"computation is {1 - exposed:.1%} of the step"
+        if gain > _WORTH:
+            reason += f"; by recomputing less it would be {faster}"
+        return Binds.COMPUTE, reason
+    if gain > _WORTH:
+        reason = f"communication is exposed for {exposed:.1%} of the step; {faster}"
+        return Binds.MEMORY, reason
+    reason = f"communication is exposed for {exposed:.1%} of the step with any memory"
+    return Binds.LINK, reason
 
 
 class Scored(NamedTuple):
@@ -112,7 +237,8 @@ class Searcher:
         for place in np.argsort(bound_s, kind="stable"):
             if bound_s[place] >= _limit(best):
                 break
-            best = self._solve(*places[place], budget_bytes, best)
+            frame, cases, index = places[place]
+            best = self._solve(frame, cases, index, budget_bytes, best)
         return best
 
     def cases(self, frame: Frame) -> Cases:

@@ -228,16 +228,15 @@ def step(workload: Workload, hardware: Hardware, chosen: StepChoices) -> StepTim
 
 
 def link(hardware: Hardware, mesh_sizes: Sequence[int], first: int) -> Link:
-    """The link of mesh axis `first`, or of the next one that has devices.
+    """The link of the first axis with several devices from axis `first` on.
 
     Raises:
       ConfigError: The hardware does not say what links that axis.
     """
-    for index in range(first, len(mesh_sizes)):
-        if mesh_sizes[index] > 1:
-            if index < len(hardware.links):
-                return hardware.links[index]
-            break
+    # Axes of one device have no link; `hardware.fitted` leaves them out.
+    index = sum(size > 1 for size in mesh_sizes[:first])
+    if index < len(hardware.links):
+        return hardware.links[index]
     raise ConfigError(
         f"hardware {hardware.name} describes {len(hardware.links)} links, mesh "
         f"{'x'.join(map(str, mesh_sizes))} has {len(mesh_sizes)} axes; choose another "

@@ -1,0 +1,102 @@
+"""What to say when no plan fits: how much is needed, and what would free most."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from mtuner_jax import sizes
+from mtuner_jax.configs import ConfigError
+from mtuner_jax.planning import frames, memory_model, options, time_model
+from mtuner_jax.planning.hardware import Hardware, Link
+from mtuner_jax.planning.workloads import Workload
+
+_SHOWN = 3
+
+
+def error(
+    workload: Workload,
+    hardware: Hardware,
+    mesh_sizes: tuple[int, ...],
+    *,
+    budget_bytes: int,
+) -> ConfigError:
+    """The error for a budget that no plan keeps, with the knobs that free most."""
+    needed = least_bytes(workload, hardware, mesh_sizes)
+    changes = sorted(
+        (least_bytes(*changed), text)
+        for text, changed in _changes(workload, hardware, mesh_sizes)
+    )
+    knobs = [
+        f"{text} (then {sizes.gib(num_bytes)})"
+        for num_bytes, text in changes[:_SHOWN]
+        if num_bytes < needed
+    ]
+    devices = "x".join(map(str, mesh_sizes))
+    return ConfigError(
+        f"no plan fits: {workload.model} with max_length={workload.max_length} on "
+        f"{devices} devices needs at least {needed:,} bytes ({sizes.gib(needed)}) per "
+        f"device, the budget is {budget_bytes:,} ({sizes.gib(budget_bytes)}); raise "
+        f"memory_budget, or {', or '.join(knobs)}; a smaller global batch frees next "
+        "to nothing"
+    )
+
+
+def least_bytes(
+    workload: Workload, hardware: Hardware, mesh_sizes: tuple[int, ...]
+) -> int:
+    """Bytes per device of the smallest plan: single rows, one treatment of all layers.
+
+    Copies only add to what a layer takes, so the smallest plan keeps none, and then
+    bytes add up over layers: mixing treatments cannot be smaller.
+    """
+    places = [
+        time_model.Place(
+            workload=workload,
+            hardware=hardware,
+            mesh_sizes=mesh_sizes,
+            rows=1,
+            merge_gathers=merge_gathers,
+        )
+        for merge_gathers in (False, True)
+    ]
+    layers = [
+        place.memory(treatment)
+        for place in places
+        for treatment in options.treatments(mesh_sizes)
+        if max(treatment.fwd_keep_axes, treatment.bwd_keep_axes) == treatment.rest_axes
+    ]
+    rows = -(-workload.global_batch_size // math.prod(mesh_sizes))
+    least = []
+    for chosen in frames.choices(workload, mesh_sizes, (1, rows), 1):
+        static = memory_model.static_bytes(workload, chosen)
+        least += [
+            static.total_bytes
+            + workload.num_layers * (layer.rest + layer.saved + layer.layer_input)
+            + max(layer.transient, static.loss_transient)
+            for layer in layers
+        ]
+    return min(least)
+
+
+def _changes(workload, hardware, mesh_sizes) -> Iterator[tuple[str, tuple]]:
+    """(what a user could change, what the search would then be given)."""
+    if workload.max_length > 1:
+        half = workload.max_length // 2
+        shorter = dataclasses.replace(workload, max_length=half)
+        yield f"lower max_length to {half}", (shorter, hardware, mesh_sizes)
+    ranks = [linear.rank for linear in workload.linears]
+    if max(ranks) > 1:
+        linears = tuple(
+            dataclasses.replace(linear, rank=-(-linear.rank // 2))
+            for linear in workload.linears
+        )
+        smaller = dataclasses.replace(workload, linears=linears)
+        text = f"lower lora.r to {-(-max(ranks) // 2)}"
+        yield text, (smaller, hardware, mesh_sizes)
+    if workload.element_bytes > 2:
+        narrow = dataclasses.replace(workload, element_bytes=2)
+        yield "set dtype=bfloat16", (narrow, hardware, mesh_sizes)
+    # Only bytes are asked for: the speed of the further link does not matter.
+    links = (Link(bytes_per_s=1.0, latency_s=0.0), *hardware.links)
+    twice = dataclasses.replace(hardware, links=links, mesh_sizes=(2, *mesh_sizes))
+    yield "use twice the devices", (workload, twice, (2, *mesh_sizes))
