@@ -5,10 +5,9 @@ temporaries. Here it is put together from parts that do not depend on each other
 
     static + sum over layers (rest + saved + fwd_copy) + arenas + largest transient
 
-so that a search can add layers up. Stacks are counted as XLA allocates them: for the
-whole loop, and the tail's beside those of the main part.
-
-Letters: T tokens in a row, D model, F feed-forward, V vocabulary.
+so that a search can add layers up. Stacks are counted as XLA allocates them, for a
+whole loop. Those of the tail are gone before the main part runs backward, so they
+count as transient there: to leave them in the sum is an upper bound.
 """
 
 import dataclasses
@@ -74,8 +73,10 @@ class Static:
       batch: The step's rows.
       outputs: Results that reuse no input.
       gradients: Sums of adapter gradients, and whole adapters where they are split.
-      boundary: What crosses from the main part to the tail's chunks and back.
-      loss_transient: Most that lives only while the loss is computed.
+      boundary: What a tail in chunks holds beside its layers: the microbatch's
+        stream, its gradient, and a gathered output table.
+      loss_transient: Most that lives only while tokens are looked up, or while the
+        loss is computed.
     """
 
     tables: int
@@ -88,15 +89,8 @@ class Static:
 
     @property
     def total_bytes(self) -> int:
-        """All of it but the transient, which competes with those of the layers."""
-        return (
-            self.tables
-            + self.adapters
-            + self.batch
-            + self.outputs
-            + self.gradients
-            + self.boundary
-        )
+        """What is there at every instant: without boundary and transient."""
+        return self.tables + self.adapters + self.batch + self.outputs + self.gradients
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,11 +105,12 @@ class Forecast:
       kept_arenas: Arenas that hold copies across steps.
       outputs: Results that reuse no input.
       step_arenas: Arenas that live within the step.
-      saved: Tensors saved for the backward pass.
-      fwd_copies: Weights kept from forward to backward.
+      saved: Tensors that the main part saves for its backward pass.
+      fwd_copies: Weights that the main part keeps from forward to backward.
       gradients: Sums of adapter gradients, and whole adapters where they are split.
-      boundary: What crosses from the main part to the tail's chunks and back.
-      transient: The largest of what lives only while a layer or the loss runs.
+      segments: What every further segment costs.
+      transient: The largest of what lives only while a layer of the main part, the
+        tail with what it saves, or the loss runs.
     """
 
     weights: int
@@ -128,7 +123,7 @@ class Forecast:
     saved: int
     fwd_copies: int
     gradients: int
-    boundary: int
+    segments: int
     transient: int
 
     @property
@@ -146,7 +141,7 @@ class Forecast:
             + self.saved
             + self.fwd_copies
             + self.gradients
-            + self.boundary
+            + self.segments
             + self.transient
         )
 
@@ -238,29 +233,44 @@ def saved_bytes(workload: Workload, saved: Saved, *, rows: int) -> int:
 def static_bytes(workload: Workload, step: StepChoices) -> Static:
     """What a step takes whatever its segments are."""
     devices = math.prod(step.mesh_sizes)
-    rows = step.microbatch * step.accumulation
     adapters = workload.num_adapter_weights * _WIDE_BYTES
     sharded = step.adapters is AdapterState.SHARDED and devices > 1
     adapted = sum(linear.rank > 0 for linear in workload.linears)
-    stream = step.microbatch * workload.max_length * workload.hidden_size
     results = 3 * (2 * adapted + 1) + 3  # adapters, moments, counters; metrics
+    tokens = step.microbatch * workload.max_length
+    stream = tokens * workload.hidden_size * workload.element_bytes
+    gathered = transients.gathered_bytes(workload, step.head, devices=devices)
+    boundary = 2 * stream + gathered if step.tail_chunks > 1 else 0
     return Static(
         tables=_table_bytes(workload, step),
         adapters=3 * -(-adapters // (devices if sharded else 1)) + 3 * _WIDE_BYTES,
-        batch=rows
-        * workload.max_length
+        batch=step.accumulation
+        * tokens
         * _WIDE_BYTES
         * (6 if workload.dropout else 5),  # jit drops fields that are not used
         outputs=results * _POINTER_BYTES + 3 * _WIDE_BYTES,
         gradients=(2 if sharded else 1) * adapters,
-        boundary=stream * workload.element_bytes if step.tail_chunks > 1 else 0,
-        loss_transient=transients.loss(
-            workload,
-            step.head,
-            devices=devices,
-            rows=step.microbatch // step.tail_chunks,
-        ),
+        boundary=boundary,
+        loss_transient=_loss_transient(workload, step),
     )
+
+
+def _loss_transient(workload, step):
+    devices = math.prod(step.mesh_sizes)
+    tokens = step.microbatch * workload.max_length
+    streams = 2 * tokens * workload.hidden_size * workload.element_bytes
+    embedding, head = (
+        transients.gathered_bytes(workload, table, devices=devices)
+        for table in (step.embedding, step.head)
+    )
+    rows = step.microbatch // step.tail_chunks
+    loss = transients.loss(workload, step.head, devices=devices, rows=rows)
+    if step.tail_chunks > 1:
+        loss += streams
+    if head:
+        last = transients.last_layer(workload, rows=step.microbatch)
+        loss = max(loss, head + last)
+    return max(loss, embedding + streams)
 
 
 def _table_bytes(workload, step):
@@ -268,8 +278,7 @@ def _table_bytes(workload, step):
     rows = -(-workload.vocab_size // devices) * devices
     row_bytes = workload.hidden_size * workload.element_bytes
     held = {
-        table: row_bytes
-        * (workload.vocab_size if table is Table.RESIDENT else rows // devices)
+        table: row_bytes * (rows if table is Table.RESIDENT else rows // devices)
         for table in Table
     }
     tables = held[step.embedding]
@@ -281,50 +290,89 @@ def _table_bytes(workload, step):
 def forecast(plan: Plan, workload: Workload) -> Forecast:
     """What XLA will allocate for a plan's step."""
     static = static_bytes(workload, choices(plan))
-    segments = [
-        layer_bytes(
-            workload,
-            segment,
-            mesh_sizes=plan.mesh_sizes,
-            rows=plan.microbatch
-            // (plan.tail_chunks if index >= plan.tail_start else 1),
-            merge_gathers=plan.merge_gathers,
-        )
-        for index, segment in enumerate(plan.segments)
-    ]
-    counts = [segment.num_layers for segment in plan.segments]
-    kept, within, pointers = _arena_bytes(plan, workload, segments)
+    layers = _layers(plan, workload)
+    kept, within, pointers = _arena_bytes(plan, workload, layers)
+    main = range(plan.tail_start)
 
-    def over_layers(field: str) -> int:
+    def over(indices: Sequence[int], field: str) -> int:
         return sum(
-            count * getattr(layer, field)
-            for count, layer in zip(counts, segments, strict=True)
+            plan.segments[index].num_layers * getattr(layers[index], field)
+            for index in indices
         )
 
     return Forecast(
-        weights=over_layers("rest"),
+        weights=over(range(len(layers)), "rest"),
         tables=static.tables,
         adapters=static.adapters,
         batch=static.batch,
         kept_arenas=kept,
         outputs=static.outputs + pointers,
         step_arenas=within,
-        saved=over_layers("saved"),
-        fwd_copies=over_layers("fwd_copy"),
+        saved=over(main, "saved"),
+        fwd_copies=over(main, "fwd_copy"),
         gradients=static.gradients,
-        boundary=static.boundary,
-        transient=max(static.loss_transient, *(layer.transient for layer in segments)),
+        segments=_segment_bytes(plan, workload, layers),
+        transient=max(
+            static.loss_transient,
+            _tail_bytes(plan, static, layers),
+            *(layers[index].transient for index in main),
+        ),
     )
 
 
-def _arena_bytes(plan, workload, segments):
+def _segment_bytes(plan, workload, layers):
+    total = 0
+    for index, (segment, layer) in enumerate(zip(plan.segments, layers, strict=True)):
+        if index:
+            total += transients.segment(workload, segment, saved_bytes=layer.saved)
+        if transients.is_unrolled(segment):
+            total += transients.unrolled(workload, rows=_rows(plan, index))
+    return total
+
+
+def _rows(plan, index):
+    in_tail = index >= plan.tail_start
+    return plan.microbatch // (plan.tail_chunks if in_tail else 1)
+
+
+def _layers(plan, workload):
+    return [
+        layer_bytes(
+            workload,
+            segment,
+            mesh_sizes=plan.mesh_sizes,
+            rows=_rows(plan, index),
+            merge_gathers=plan.merge_gathers,
+        )
+        for index, segment in enumerate(plan.segments)
+    ]
+
+
+def _tail_bytes(plan, static, layers):
+    """What is there while the tail runs and is gone when the main part goes back."""
+    start = plan.tail_start
+    if start == len(layers):
+        return 0
+    # The main part's last layer runs outside of its loop. What it saves is put into
+    # the stacks when the tail is through, and lies beside them until then.
+    before = start and plan.segments[start - 1].prefetch
+    waiting = layers[start - 1].saved if before else 0
+    stacks = sum(
+        segment.num_layers * (layer.saved + layer.fwd_copy)
+        for segment, layer in zip(plan.segments[start:], layers[start:], strict=True)
+    )
+    largest = max(layer.transient for layer in layers[start:])
+    return static.boundary + waiting + stacks + largest
+
+
+def _arena_bytes(plan, workload, layers):
     """Bytes of arenas that outlive the step, of the others, of pointers to results."""
     size = workload.element_bytes
     kept = within = pointers = 0
-    for part in (range(plan.tail_start), range(plan.tail_start, len(segments))):
+    for part in (range(plan.tail_start), range(plan.tail_start, len(layers))):
         inputs, copies = [], []
         for index in part:
-            count, layer = plan.segments[index].num_layers, segments[index]
+            count, layer = plan.segments[index].num_layers, layers[index]
             inputs += count * [layer.layer_input // size]
             copies += count * [layer.bwd_copy // size]
         layout = arenas.layout(inputs, copies)
