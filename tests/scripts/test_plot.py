@@ -3,6 +3,10 @@ import pathlib
 import subprocess
 import sys
 
+from mtuner_jax.planning import plans, timeline
+from scripts import plot as script
+from tests.small_plans import PLAN, PLAYED
+
 SCRIPT = pathlib.Path(__file__).parents[2] / "scripts" / "plot.py"
 
 
@@ -39,3 +43,15 @@ def test_a_folder_without_losses_is_an_error(tmp_path):
     done = plot(tmp_path, cwd=tmp_path)
     assert done.returncode == 1
     assert "metrics.jsonl holds no losses" in done.stderr
+
+
+def test_a_runs_plan_is_drawn_into_its_folder(tmp_path, capsys):
+    run = make_run(tmp_path / "run")
+    assert script.main([str(run)]) == 0
+    assert "run has no plan.json and no timeline.json" in capsys.readouterr().out
+    (run / "plan.json").write_text(plans.to_json(PLAN))
+    (run / "timeline.json").write_text(timeline.to_json(PLAYED))
+    assert script.main([str(run), "--microbatch", "1"]) == 0
+    assert (run / "plan.png").exists()
+    assert script.main([str(run), "--microbatch", "7"]) == 1
+    assert "microbatch=7: the plan has 2" in capsys.readouterr().err
