@@ -19,8 +19,8 @@ from mtuner_jax.planning.options import Options
 
 MAX_SEGMENTS = 3
 _POINTER_BYTES = 8
+_ROUNDING = 1e-9
 _SMALL_ROW = 64  # elements of an arena without anything in it
-_PRICES = 20
 
 
 class Filling(NamedTuple):
@@ -100,11 +100,7 @@ class Filler:
             options.transient_bytes[sequences].max(axis=0)
             for sequences in self._sequences
         ]
-        grid = (
-            _slopes(self._peak, options.layer_s),
-            _slopes(self._valley, options.layer_s),
-        )
-        self._prices = [Price(*map(float, pair)) for pair in itertools.product(*grid)]
+        self._prices = self._candidates()
         paid_s = np.array([self._paid_s(price) for price in self._prices])
         self._total = np.array([price.peak + price.valley for price in self._prices])
         # The cheapest layer by level of transients and price, its bytes paid.
@@ -200,6 +196,18 @@ class Filler:
             bound_s = bound_s - (price.peak + price.valley) * room[kept]
             kept = kept[bound_s < limit_s]
         return kept
+
+    def _candidates(self) -> list[Price]:
+        """Prices at which three options tie, or two and one price is 0."""
+        found = {Price(0.0, 0.0)}
+        for level in self._levels:
+            allowed = self.options.transient_bytes <= level
+            layer_s = self.options.layer_s[allowed]
+            peak, valley = self._peak[allowed], self._valley[allowed]
+            found.update(Price(price, 0.0) for price in _ties(peak, layer_s))
+            found.update(Price(0.0, price) for price in _ties(valley, layer_s))
+            found.update(_corners(layer_s, peak, valley))
+        return sorted(found)
 
     def _paid_s(self, price):
         paid = price.peak * self._peak + price.valley * self._valley
@@ -307,17 +315,49 @@ def _sequences(number: int, length: int) -> np.ndarray:
     return grid[:, different]
 
 
-def _slopes(sizes, seconds):
-    """Seconds that a byte can be worth, a few of them, and 0."""
-    more_bytes = sizes[None] - sizes[:, None]
-    less_s = seconds[:, None] - seconds[None]
-    useful = (more_bytes > 0) & (less_s > 0)
-    if not useful.any():
-        return np.zeros(1)
-    slopes = less_s[useful] / more_bytes[useful]
-    return np.unique(
-        np.append(0.0, np.quantile(slopes, np.linspace(0.0, 1.0, _PRICES)))
+def _ties(sizes, seconds) -> list[float]:
+    """Prices of a byte at which the cheapest option changes, and 0.
+
+    They are the slopes of the lower convex hull of seconds over sizes.
+    """
+    hull: list[tuple[float, float]] = []
+    for point in sorted(zip(sizes.tolist(), seconds.tolist(), strict=True)):
+        if hull and point[1] >= hull[-1][1]:
+            continue
+        while len(hull) > 1 and _slope(hull[-2], point) <= _slope(hull[-2], hull[-1]):
+            hull.pop()
+        hull.append(point)
+    return [0.0, *(-_slope(*pair) for pair in itertools.pairwise(hull))]
+
+
+def _corners(layer_s, peak, valley) -> list[Price]:
+    """Prices at which three options tie and no other is cheaper."""
+    prices = np.stack([layer_s, peak, valley])
+    covered = (prices[:, :, None] <= prices[:, None, :]).all(axis=0)
+    beaten = (covered & ~covered.T).any(axis=0)
+    layer_s, peak, valley = np.unique(prices[:, ~beaten], axis=1)
+    a, b, c = (
+        np.array(list(itertools.combinations(range(layer_s.size), 3))).reshape(-1, 3).T
     )
+    peaks = peak[b] - peak[a], peak[c] - peak[a]
+    valleys = valley[b] - valley[a], valley[c] - valley[a]
+    seconds = layer_s[a] - layer_s[b], layer_s[a] - layer_s[c]
+    scale = peaks[0] * valleys[1] - peaks[1] * valleys[0]
+    solved = scale != 0
+    scale = np.where(solved, scale, 1.0)
+    at_peak = (seconds[0] * valleys[1] - seconds[1] * valleys[0]) / scale
+    at_valley = (seconds[1] * peaks[0] - seconds[0] * peaks[1]) / scale
+    kept = solved & (at_peak > 0) & (at_valley > 0)
+    a, at_peak, at_valley = a[kept, None], at_peak[kept, None], at_valley[kept, None]
+    paid_s = layer_s + at_peak * peak + at_valley * valley
+    own_s = np.take_along_axis(paid_s, a, axis=1)
+    lowest = (paid_s >= own_s * (1 - _ROUNDING)).all(axis=1)
+    pairs = np.hstack([at_peak, at_valley])[lowest]
+    return [Price(float(one), float(other)) for one, other in pairs]
+
+
+def _slope(one, two):
+    return (two[1] - one[1]) / (two[0] - one[0])
 
 
 def _compositions(layers: int, segments: int) -> int:
