@@ -31,7 +31,7 @@ import numpy as np
 from models import llama, llama_sizes
 from mtuner_jax import accelerators, meshes, platforms, sizes
 from mtuner_jax.adapters import lora
-from mtuner_jax.configs import LoraConfig, OptimizerConfig, Platform
+from mtuner_jax.configs import ConfigError, LoraConfig, OptimizerConfig, Platform
 from mtuner_jax.engines import (
     base_weights,
     compiling,
@@ -41,8 +41,26 @@ from mtuner_jax.engines import (
 )
 from mtuner_jax.engines.states import Batch
 from mtuner_jax.ops import attention
-from mtuner_jax.planning import plans
+from mtuner_jax.planning import plans, reports
 from mtuner_jax.training import optimizers
+from scripts import planning_inputs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where cases run.
+
+    Attributes:
+      mesh: The devices.
+      asked: The mesh as the user named it.
+      on_gpu: Whether they are GPUs.
+      memory_fraction: Share of a GPU's memory in XLA's pool; 0 on CPUs.
+    """
+
+    mesh: jax.sharding.Mesh
+    asked: meshes.MeshSpec
+    on_gpu: bool
+    memory_fraction: float
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -52,7 +70,10 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--random_init", action="store_true", required=True)
     parser.add_argument("--mesh", default="auto")
     parser.add_argument("--platform", default=Platform.AUTO, type=Platform)
-    parser.add_argument("--plan", default="fsdp", help="fsdp, replicated or a file")
+    parser.add_argument("--plan", default="fsdp", help="auto, fsdp, replicated, file")
+    parser.add_argument("--hardware", default="auto", help="preset, name or file")
+    parser.add_argument("--memory_budget", type=float, default=0.0, help="GiB, of auto")
+    parser.add_argument("--global_batch_size", type=int, default=0, help="of auto")
     parser.add_argument("--saved", default=plans.Saved.ATTENTION_AND_GATES)
     parser.add_argument("--microbatch", type=int, default=1, help="rows per device")
     parser.add_argument("--accumulation", type=int, default=1)
@@ -99,10 +120,71 @@ def read_cases(argv: list[str]) -> list[list[str]]:
     ]
 
 
-def make_plan(args: argparse.Namespace, model: llama.Llama, mesh) -> plans.Plan:
-    """The plan by name, by flags, or from a file."""
+def implementation_of(args: argparse.Namespace, place: Place) -> str:
+    """How attention is computed."""
+    return attention.choose(
+        args.attention, on_gpu=place.on_gpu, packing=args.packing, dtype=args.dtype
+    )
+
+
+def make_inputs(
+    args: argparse.Namespace, model: llama.Llama, place: Place
+) -> planning_inputs.Inputs:
+    """What search and prediction take.
+
+    Raises:
+      ConfigError: Nothing is known of the machine, or a budget that cannot be.
+    """
+    product = args.microbatch * args.accumulation * place.mesh.size
+    request = planning_inputs.Request(
+        name=args.model,
+        mesh=place.asked,
+        global_batch_size=args.global_batch_size or product,
+        max_length=args.max_length,
+        lora=LoraConfig(r=args.r, lora_dropout=args.lora_dropout),
+        dtype=args.dtype,
+        attention=implementation_of(args, place),
+        hardware=args.hardware,
+        memory_budget=args.memory_budget,
+        memory_fraction=place.memory_fraction,
+        device_kind=place.mesh.devices.flat[0].device_kind if place.on_gpu else "",
+    )
+    return planning_inputs.make(model.config, request)
+
+
+def predict(
+    args: argparse.Namespace, spec: elastic_step.StepSpec, place: Place
+) -> dict[str, Any]:
+    """What the cost model says of the step; nothing for machines without figures."""
+    assert isinstance(spec.model, llama.Llama)
+    automatic = args.hardware == "auto"
+    if automatic and not place.on_gpu:
+        print("no prediction: virtual CPU devices have no preset; --hardware names one")
+        return {}
+    try:
+        inputs = make_inputs(args, spec.model, place)
+    except ConfigError as error:
+        if not automatic or args.memory_budget:
+            raise
+        print(f"no prediction: {error}")
+        return {}
+    report = planning_inputs.price(spec.plan, inputs)
+    return {
+        "hardware": inputs.hardware.name,
+        "predicted_ms": round(1e3 * report.timeline.step_s, 2),
+        "predicted_gib": round(report.forecast.total_bytes / 2**30, 2),
+    }
+
+
+def make_plan(args: argparse.Namespace, model: llama.Llama, place: Place) -> plans.Plan:
+    """The plan that was searched, by name, by flags, or from a file."""
+    mesh = place.mesh
     if args.plan.endswith(".json"):
         return plans.read(pathlib.Path(args.plan))
+    if args.plan == "auto":
+        report = planning_inputs.search(make_inputs(args, model, place))
+        print(reports.text(report), flush=True)
+        return report.plan
     settings = {
         "saved": plans.Saved(args.saved),
         "prefetch": mesh.size > 1 and not args.no_prefetch,
@@ -202,10 +284,15 @@ def main(argv: list[str]) -> None:
         first.platform, mesh_spec.num_devices, mesh=mesh_spec.name
     )
     print(prepared.line)
-    mesh = meshes.make(mesh_spec, platforms.start(prepared))
+    place = Place(
+        mesh=meshes.make(mesh_spec, platforms.start(prepared)),
+        asked=mesh_spec,
+        on_gpu=not on_cpu,
+        memory_fraction=prepared.memory_fraction,
+    )
     for case in cases:
         args = parse_args(case)
-        result = measure(args, mesh, on_gpu=not on_cpu)
+        result = measure(args, place)
         line = json.dumps({"arguments": " ".join(case), **result}, sort_keys=True)
         print(line, flush=True)
         if args.output:
@@ -215,21 +302,16 @@ def main(argv: list[str]) -> None:
         gc.collect()
 
 
-def make_spec(
-    args: argparse.Namespace, mesh: jax.sharding.Mesh, *, on_gpu: bool
-) -> elastic_step.StepSpec:
+def make_spec(args: argparse.Namespace, place: Place) -> elastic_step.StepSpec:
     """The step of a configuration."""
     config = llama_sizes.SIZES[args.model]
     if args.layers:
         config = dataclasses.replace(config, num_layers=args.layers)
-    implementation = attention.choose(
-        args.attention, on_gpu=on_gpu, packing=args.packing, dtype=args.dtype
-    )
-    model = llama.Llama(config, attention_implementation=implementation)
+    model = llama.Llama(config, attention_implementation=implementation_of(args, place))
     return elastic_step.StepSpec(
         model=model,
-        plan=make_plan(args, model, mesh),
-        mesh=mesh,
+        plan=make_plan(args, model, place),
+        mesh=place.mesh,
         adapters=lora.resolve(
             LoraConfig(r=args.r), model.linears(), num_layers=model.num_layers
         ),
@@ -237,12 +319,10 @@ def make_spec(
     )
 
 
-def measure(
-    args: argparse.Namespace, mesh: jax.sharding.Mesh, *, on_gpu: bool
-) -> dict[str, Any]:
+def measure(args: argparse.Namespace, place: Place) -> dict[str, Any]:
     """Runs one configuration."""
-    spec = make_spec(args, mesh, on_gpu=on_gpu)
-    plan, model = spec.plan, spec.model
+    spec = make_spec(args, place)
+    plan, model, mesh, on_gpu = spec.plan, spec.model, spec.mesh, place.on_gpu
     optimizer = optimizers.adamw(OptimizerConfig(), lambda step: 1e-4)
     abstract = base_weights.layout(model, plan, mesh, dtype=jnp.dtype(args.dtype))
     weights = base_weights.random(abstract, plan, jax.random.key(0))
@@ -258,6 +338,7 @@ def measure(
         compiler_options=options,
         profile_directory=pathlib.Path(tempfile.mkdtemp()) if guided else None,
     )
+    predicted = predict(args, spec, place)
     print(plans.table(plan), flush=True)
     start = time.perf_counter()
     compiled = step.compile(state, weights, batch, arenas)
@@ -268,12 +349,16 @@ def measure(
     allocated = compiling.compiled_bytes(step.compiled or compiled)
     print(f"{allocated.describe()}, {compile_s:.1f} s", flush=True)
     extra = exposed(step, arguments) if args.trace else {}
-    return summary(args, spec, times) | {
-        "compiled_gib": round(allocated.total / 2**30, 2),
-        "compile_s": round(compile_s, 1),
-        "loss": round(loss, 4),
-        **extra,
-    }
+    return (
+        summary(args, spec, times)
+        | predicted
+        | {
+            "compiled_gib": round(allocated.total / 2**30, 2),
+            "compile_s": round(compile_s, 1),
+            "loss": round(loss, 4),
+            **extra,
+        }
+    )
 
 
 def summary(

@@ -15,6 +15,7 @@ from mtuner_jax.adapters import lora
 from mtuner_jax.checkpoints import gguf_import, hf_import
 from mtuner_jax.configs import ConfigError, LoraConfig
 from mtuner_jax.planning import hardware as machines
+from mtuner_jax.planning import memory_model, reports, search, timeline
 from mtuner_jax.planning.hardware import Hardware
 from mtuner_jax.planning.plans import Plan
 from mtuner_jax.planning.workloads import Workload
@@ -217,3 +218,41 @@ def check_plan(plan: Plan, inputs: Inputs, *, origin: str) -> None:
             f"{workload.element_bytes} bytes wide; --dtype {plan.weight_dtype}, or "
             "plan again"
         )
+
+
+def search_plan(inputs: Inputs) -> reports.Report:
+    """The fastest plan that fits.
+
+    Raises:
+      ConfigError: No plan fits.
+    """
+    found = search.fastest(
+        inputs.workload,
+        inputs.hardware,
+        mesh_sizes=inputs.mesh_sizes,
+        budget_bytes=inputs.budget_bytes,
+    )
+    return reports.Report(
+        workload=inputs.workload,
+        hardware=inputs.hardware,
+        budget_bytes=inputs.budget_bytes,
+        plan=found.plan,
+        timeline=found.timeline,
+        forecast=found.forecast,
+        binds=found.binds.value,
+        reason=found.reason,
+        num_scored=found.num_scored,
+        search_s=found.search_s,
+    )
+
+
+def price(plan: Plan, inputs: Inputs) -> reports.Report:
+    """A given plan with its price; the plan has to be one for these inputs."""
+    return reports.Report(
+        workload=inputs.workload,
+        hardware=inputs.hardware,
+        budget_bytes=inputs.budget_bytes,
+        plan=plan,
+        timeline=timeline.replay(plan, inputs.workload, inputs.hardware),
+        forecast=memory_model.forecast(plan, inputs.workload),
+    )
