@@ -1,10 +1,19 @@
+import pathlib
 import struct
 
+import numpy as np
 import pytest
 
-from mtuner_jax.planning import memory_model
+from mtuner_jax import meshes
+from mtuner_jax.planning import memory_model, plans, timeline
+from mtuner_jax.planning.plans import Saved
 from mtuner_jax.training import plan_pictures, plan_plots
+from scripts import planning_inputs
 from tests.small_plans import PLAN, PLAYED, WORKLOAD
+
+DOCUMENTED = (
+    pathlib.Path(__file__).parents[2] / "docs" / "plans" / "llama2-13b-pcie8.json"
+)
 
 
 def size_of(path):
@@ -13,8 +22,7 @@ def size_of(path):
     return struct.unpack(">II", content[16:24])
 
 
-@pytest.mark.parametrize("most_bars", [0, 10_000])
-@pytest.mark.parametrize("microbatch", [None, 1])
+@pytest.mark.parametrize(("microbatch", "most_bars"), [(None, 0), (1, 10_000)])
 def test_a_plan_is_drawn_in_full_size(tmp_path, monkeypatch, microbatch, most_bars):
     monkeypatch.setattr(plan_plots, "MOST_BARS", most_bars)
     path = tmp_path / "plan.png"
@@ -34,3 +42,44 @@ def test_the_title_says_what_it_is_and_that_it_is_predicted():
     assert title.startswith("small on 8 devices: ")
     assert f"{PLAYED.tokens_per_s:,.0f} tokens/s" in title
     assert title.endswith("(predicted)")
+
+
+def test_the_documented_plan_shows_all_four_actions(tmp_path):
+    """As docs/elastic.md draws and explains it."""
+    plan = plans.read(DOCUMENTED)
+    inputs = planning_inputs.make(
+        planning_inputs.shape("llama2-13b"),
+        planning_inputs.Request(
+            name="llama2-13b",
+            mesh=meshes.PRESETS["pcie8"],
+            global_batch_size=64,
+            max_length=1024,
+            memory_budget=20.0,
+        ),
+    )
+    planning_inputs.check_plan(plan, inputs, origin=DOCUMENTED.name)
+    played = timeline.replay(plan, inputs.workload, inputs.hardware)
+    shown = plan_pictures.picture(plan, played)
+    allocated = memory_model.forecast(plan, inputs.workload).total_bytes
+    assert allocated <= inputs.budget_bytes
+    # Gather: what is not always whole is raised to it, and nothing else.
+    gathered = {event.layer for event in played.events if event.kind == "weights"}
+    assert gathered == set(range(27))
+    # Discard: copies of layers 0-9 wait at both ends, and take nothing in between.
+    assert list(shown.held_axes[:11, 0]) == [3] + 10 * [1]
+    middle = np.searchsorted(shown.edges_s, played.step_s / 2) - 1
+    assert list(shown.held_axes[:11, middle]) == 10 * [0] + [1]
+    copies = shown.num_bytes["kept_across_steps"]
+    assert copies[0] == copies[-1] == copies.max() > 2**30
+    assert copies[len(copies) // 2] == 0
+    # Execute and checkpoint: the tail's saved tensors rise and fall once a chunk.
+    assert {s.saved for s in plan.segments[plan.tail_start :]} == {
+        Saved.ATTENTION_AND_GATES
+    }
+    saved = shown.num_bytes["saved"]
+    high = saved > saved.max() / 2
+    assert np.count_nonzero(high[1:] & ~high[:-1]) == plan.tail_chunks == 4
+    plan_plots.write(
+        tmp_path / "step.png", shown, title="", limits={"budget": allocated}
+    )
+    assert size_of(tmp_path / "step.png") == (1200, 1000)
