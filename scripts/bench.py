@@ -182,7 +182,7 @@ def make_plan(args: argparse.Namespace, model: llama.Llama, place: Place) -> pla
     if args.plan.endswith(".json"):
         return plans.read(pathlib.Path(args.plan))
     if args.plan == "auto":
-        report = planning_inputs.search(make_inputs(args, model, place))
+        report = planning_inputs.search_plan(make_inputs(args, model, place))
         print(reports.text(report), flush=True)
         return report.plan
     settings = {

@@ -92,9 +92,7 @@ class PlanConfig:
 def main(argv: list[str]) -> int:
     """Plans, prints and writes; returns the exit code."""
     try:
-        config = cli.parse(
-            argv, PlanConfig, prog="plan.py", description=str(__doc__).strip()
-        )
+        config = cli.parse(argv, PlanConfig, prog="plan.py", description=__doc__ or "")
         with logs.to_console():
             return run(config)
     except ConfigError as error:
@@ -141,11 +139,12 @@ def make_report(config: PlanConfig, inputs: planning_inputs.Inputs) -> reports.R
 
 def draw(path: pathlib.Path, report: reports.Report) -> None:
     """Memory over the step, ratios of the layers and streams, as a PNG."""
-    name = f"{report.workload.model} ({report.hardware.name})"
     plan_plots.write(
         path,
         plan_pictures.picture(report.plan, report.timeline),
-        title=plan_pictures.headline(name, report.plan, report.timeline),
+        title=plan_pictures.headline(
+            report.workload.model, report.plan, report.timeline
+        ),
         limits={
             "budget": report.budget_bytes,
             "allocated": report.forecast.total_bytes,
