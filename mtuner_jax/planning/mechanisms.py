@@ -21,6 +21,8 @@ from mtuner_jax.planning.options import Options
 from mtuner_jax.planning.plans import AdapterState, Plan, Saved, SegmentPlan, Table
 from mtuner_jax.planning.workloads import Workload
 
+_TRIES = 8
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mechanism:
@@ -114,6 +116,23 @@ class Without(search.Searcher):
         if mechanism.frame:
             others = (self._replaced(frame) for frame in self.frames)
             self.frames = list(dict.fromkeys(others))
+
+    def fitting(self, budget_bytes: int) -> Plan | None:
+        """The fastest plan without the mechanism that the whole memory model says fits.
+
+        As `search.fastest` does: where that model knows more than the sums that a
+        search adds up, what they missed is taken off and the search repeated.
+        """
+        left_bytes = budget_bytes
+        for _ in range(_TRIES):
+            best = self.best(left_bytes)
+            if best is None:
+                return None
+            forecast = memory_model.forecast(best.plan, self.workload)
+            if forecast.total_bytes <= budget_bytes:
+                return best.plan
+            left_bytes -= forecast.total_bytes - budget_bytes
+        return None
 
     def filler(self, rows: int, *, merge_gathers: bool) -> Filler:
         """As `Searcher.filler`, of the treatments that are left."""
