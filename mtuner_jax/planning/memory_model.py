@@ -108,7 +108,7 @@ class Forecast:
       saved: Tensors that the main part saves for its backward pass.
       fwd_copies: Weights that the main part keeps from forward to backward.
       gradients: Sums of adapter gradients, and whole adapters where they are split.
-      segments: What every further segment costs.
+      segments: What every further segment costs, less what short ones save.
       transient: The largest of what lives only while a layer of the main part, the
         tail with what it saves, or the loss runs.
     """
@@ -327,6 +327,9 @@ def _segment_bytes(plan, workload, layers):
             total += transients.segment(workload, segment, saved_bytes=layer.saved)
         if transients.is_unrolled(segment):
             total += transients.unrolled(workload, rows=_rows(plan, index))
+            if segment.fwd_keep_axes == len(plan.mesh_sizes):
+                # Outside of loops, the last layer's copy is what it was gathered to.
+                total -= layer.fwd_copy
     return total
 
 

@@ -95,6 +95,18 @@ def test_loops_of_one_trip_cost_more_than_loops():
     assert short.total_bytes > long.total_bytes
 
 
+def test_a_short_segment_holds_no_second_copy_of_its_last_layer():
+    whole, part = (
+        memory_model.forecast(
+            plan(segment(6), segment(2, fwd=axes, prefetch=True)), workload(8)
+        )
+        for axes in (3, 2)
+    )
+    copy = layer(segment(fwd=3)).fwd_copy
+    assert whole.fwd_copies == 2 * copy == 2 * part.fwd_copies
+    assert part.segments - whole.segments == copy
+
+
 def test_what_the_tail_saves_lies_where_the_main_part_goes_back():
     cut = {"microbatch": 8, "tail_layers": 1, "tail_chunks": 8}
     parts = (segment(11), segment(1, saved=plans.Saved.LINEARS))
