@@ -32,6 +32,7 @@ class Frame:
       merge_gathers: Whether one collective gathers a layer.
       static_bytes: That no layer changes, without transients.
       floor_bytes: Transients of the loss.
+      boundary_bytes: What is there beside the tail's layers while they run.
       seconds: Of a step, without its layers.
     """
 
@@ -39,6 +40,7 @@ class Frame:
     merge_gathers: bool
     static_bytes: int
     floor_bytes: int
+    boundary_bytes: int
     seconds: float
 
 
@@ -49,15 +51,15 @@ class Cases:
     Attributes:
       option: The tail's treatment, an index.
       tail_layers: Layers in the tail.
-      tail_bytes: They take, without transients.
-      floor_bytes: Transients of the tail and the loss.
+      held_bytes: What they take at every instant.
+      tail_bytes: What there is while the tail runs and not afterwards; 0 without one.
       seconds: Of a step, without the layers before the tail.
     """
 
     option: np.ndarray
     tail_layers: np.ndarray
+    held_bytes: np.ndarray
     tail_bytes: np.ndarray
-    floor_bytes: np.ndarray
     seconds: np.ndarray
 
 
@@ -85,7 +87,7 @@ def enumerate_frames(
     for microbatch, accumulation in cuts(workload.global_batch_size, devices):
         for chunks in chunkings(microbatch):
             found = [
-                _frame(workload, hardware, chosen)
+                price(workload, hardware, chosen)
                 for chosen in choices(
                     workload, mesh_sizes, (microbatch, accumulation), chunks
                 )
@@ -96,14 +98,29 @@ def enumerate_frames(
                     yield dataclasses.replace(frame, merge_gathers=True)
 
 
+def price(workload: Workload, hardware: Hardware, chosen: StepChoices) -> Frame:
+    """A frame with its price; gathers are not merged."""
+    static = memory_model.static_bytes(workload, chosen)
+    times = time_model.step(workload, hardware, chosen)
+    each_s = times.each_microbatch_s + chosen.tail_chunks * times.loss.total_s
+    return Frame(
+        chosen=chosen,
+        merge_gathers=False,
+        static_bytes=static.total_bytes,
+        floor_bytes=static.loss_transient,
+        boundary_bytes=static.boundary,
+        seconds=times.once_s + chosen.accumulation * each_s,
+    )
+
+
 def no_tail(frame: Frame, options: Options) -> Cases:
     """The one case without a tail: its arena has one small row."""
     empty = np.zeros(1, int)
     return Cases(
         option=empty,
         tail_layers=empty,
-        tail_bytes=empty + empty_arena_bytes(options),
-        floor_bytes=empty + frame.floor_bytes,
+        held_bytes=empty + empty_arena_bytes(options),
+        tail_bytes=empty,
         seconds=np.array([frame.seconds]),
     )
 
@@ -128,14 +145,21 @@ def tails(frame: Frame, options: Options, num_layers: int) -> Cases:
     )
     arena = np.maximum(rows * options.row_bytes, empty_arena_bytes(options))
     pointers = _POINTER_BYTES * (copies > 0)
+    short = layers < options.loop_layers[option]
+    further = np.where(
+        short, options.further_short_bytes[option], options.further_bytes[option]
+    )
+    extra = short * options.unrolled_bytes + np.where(layers < num_layers, further, 0)
     chunk_s = layers * options.layer_s[option]
     chunk_s = chunk_s + options.start_s[option] + options.end_s[option]
     runs = frame.chosen.accumulation * frame.chosen.tail_chunks
     return Cases(
         option=option,
         tail_layers=layers,
-        tail_bytes=layers * options.fixed_bytes[option] + arena + pointers,
-        floor_bytes=np.maximum(options.transient_bytes[option], frame.floor_bytes),
+        held_bytes=layers * options.rest_bytes[option] + arena + pointers + extra,
+        tail_bytes=frame.boundary_bytes
+        + layers * options.stack_bytes[option]
+        + options.transient_bytes[option],
         seconds=frame.seconds + runs * chunk_s,
     )
 
@@ -176,22 +200,11 @@ def choices(
         )
 
 
-def _frame(workload, hardware, chosen):
-    static = memory_model.static_bytes(workload, chosen)
-    times = time_model.step(workload, hardware, chosen)
-    each_s = times.each_microbatch_s + chosen.tail_chunks * times.loss.total_s
-    return Frame(
-        chosen=chosen,
-        merge_gathers=False,
-        static_bytes=static.total_bytes,
-        floor_bytes=static.loss_transient,
-        seconds=times.once_s + chosen.accumulation * each_s,
-    )
-
-
 def _undominated(found):
     """Frames that no other one beats or, before them, equals."""
-    prices = [(f.seconds, f.static_bytes, f.floor_bytes) for f in found]
+    prices = [
+        (f.seconds, f.static_bytes, f.floor_bytes, f.boundary_bytes) for f in found
+    ]
     for index, (frame, own) in enumerate(zip(found, prices, strict=True)):
         covered = [
             all(a <= b for a, b in zip(other, own, strict=True))

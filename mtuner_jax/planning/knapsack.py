@@ -4,9 +4,9 @@ Layers are equal, so a plan is a sequence of treatments and how many layers each
 Its time is linear in these numbers, and so is each condition on its memory: fixed
 bytes and the arena's rows up to its inputs, or up to the copies of a segment's first
 or last layer. With the first number given, what fits is therefore an interval of the
-second number, and the best lies at one of its ends. Sequences that cannot beat a
-limit are left out by a bound: Lagrange multipliers on the bytes of inputs ("peak") and
-of copies ("valley") turn the conditions into prices.
+second number, and the best lies at one of its ends; loops so short that XLA unrolls
+them cost other bytes and are looked at one by one. Sequences that cannot beat a limit
+are left out by a bound (`prices`).
 """
 
 import dataclasses
@@ -15,12 +15,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mtuner_jax.planning import prices
 from mtuner_jax.planning.options import Options
+from mtuner_jax.planning.prices import Price
 
 MAX_SEGMENTS = 3
 _POINTER_BYTES = 8
-_ROUNDING = 1e-9
 _SMALL_ROW = 64  # elements of an arena without anything in it
+_SHORT = (1, 2)  # layers in loops that may be unrolled
+_SAME = 1e-12
 
 
 class Filling(NamedTuple):
@@ -47,36 +50,27 @@ class Task:
       layers: How many.
       room_bytes: For weights, saved tensors, copies, the arena and transients.
       floor_bytes: Transients that something else needs anyway.
+      tail_bytes: Transients of a tail, what the last layer leaves waiting comes on top
+        of them; 0 without one.
     """
 
     layers: int
     room_bytes: int
     floor_bytes: int
+    tail_bytes: int = 0
 
+    @property
+    def least_transient_bytes(self) -> int:
+        """Transients whatever the layers are."""
+        return max(self.floor_bytes, self.tail_bytes)
 
-class Price(NamedTuple):
-    """Seconds that a byte is worth: of weights and inputs, and of copies."""
-
-    peak: float
-    valley: float
-
-
-class Offers(NamedTuple):
-    """Sequences of so many options at a price; a bound for each number of layers.
-
-    A filling with `layers` takes at least
-    `layers * least_s + more_s - (peak + valley) * (room - transient)`.
-
-    Attributes:
-      least_s: A layer of the cheapest of its options, its bytes paid.
-      more_s: What one layer of each of the others costs more, and the borders.
-      level_s: [levels] the least of `more_s` and of `layers` times what `least_s` is
-        above that of all options, by transients.
-    """
-
-    least_s: np.ndarray
-    more_s: np.ndarray
-    level_s: np.ndarray
+    def covers(self, other: "Task") -> bool:
+        """Whether all that fits into `other` fits here."""
+        return (
+            self.room_bytes >= other.room_bytes
+            and self.floor_bytes <= other.least_transient_bytes
+            and self.tail_bytes <= other.tail_bytes
+        )
 
 
 class Filler:
@@ -90,85 +84,111 @@ class Filler:
     def __init__(self, options: Options):
         self.options = options
         self.scored = 0
-        self._peak = options.fixed_bytes + options.row_bytes * options.input_rows
-        self._valley = options.fixed_bytes + options.row_bytes * options.copy_rows
-        self._levels = np.unique(options.transient_bytes)
-        lengths = range(1, MAX_SEGMENTS + 1)
-        self._sequences = [_sequences(len(options), k) for k in lengths]
-        self._borders = [self._border_s(sequences) for sequences in self._sequences]
-        self._transients = [
-            options.transient_bytes[sequences].max(axis=0)
-            for sequences in self._sequences
-        ]
-        self._prices = self._candidates()
-        paid_s = np.array([self._paid_s(price) for price in self._prices])
-        self._total = np.array([price.peak + price.valley for price in self._prices])
-        # The cheapest layer by level of transients and price, its bytes paid.
-        self._least_s = np.array(
-            [
-                paid_s[:, options.transient_bytes <= level].min(axis=1)
-                for level in self._levels
-            ]
+        self._sizes = (
+            options.fixed_bytes + options.row_bytes * options.input_rows,
+            options.fixed_bytes + options.row_bytes * options.copy_rows,
         )
-        self._offers: dict[Price, list[Offers]] = {}
+        self._levels = np.unique(options.transient_bytes)
+        self._allowed = options.transient_bytes <= self._levels[:, None]
+        # What a further segment costs at least.
+        self._further = np.minimum(
+            options.further_bytes, options.further_short_bytes + options.unrolled_bytes
+        )
+        self._prices = self._candidates()
+        self._total = np.array([price.peak + price.valley for price in self._prices])
+        paid_s = np.array([self._paid_s(price) for price in self._prices])
+        # The cheapest layer by level of transients and price, its bytes paid.
+        self._least_s = np.array([paid_s[:, row].min(axis=1) for row in self._allowed])
+        self._offers: dict[Price, list[prices.Offers]] = {}
+        # Tasks that were solved, and seconds that none of their fillings undercuts.
+        self._known: dict[tuple[int, int], list[tuple[Task, float]]] = {}
 
     def prices(self, task: Task) -> list[Price]:
         """What bytes are worth in a task, at each level of transients."""
-        room = task.room_bytes - np.maximum(self._levels, task.floor_bytes)
+        taken = np.maximum(self._levels, task.least_transient_bytes)
+        room = task.room_bytes - taken
         dual_s = task.layers * self._least_s - self._total * room[:, None]
         best = np.unique(dual_s[room >= 0].argmax(axis=1))
         return [self._prices[index] for index in best]
 
     def bounds_s(
         self,
-        prices: list[Price],
+        at: list[Price],
         layers: np.ndarray,
         room_bytes: np.ndarray,
-        floor_bytes: np.ndarray,
+        transient_bytes: np.ndarray,
     ) -> np.ndarray:
         """Seconds that no filling undercuts; inf where none can fit.
 
         Args:
-          prices: Any; each gives a bound.
+          at: Any prices; each gives a bound.
           layers: [n] layers to fill.
           room_bytes: [n], as in `Task`.
-          floor_bytes: [n], as in `Task`.
+          transient_bytes: [n] whatever the layers are.
 
         Returns:
           [numbers of segments, n].
         """
         bounds = np.full((MAX_SEGMENTS, len(layers)), -np.inf)
-        transients = np.maximum(floor_bytes[:, None], self._levels)
+        transients = np.maximum(transient_bytes[:, None], self._levels)
         room = room_bytes[:, None] - transients
-        for price in prices:
-            least = self._paid_s(price).min()
-            paid_s = layers[:, None] * least - (price.peak + price.valley) * room
+        for price in at:
+            paid_s = (price.peak + price.valley) * room
             for number, offers in enumerate(self._offers_at(price)):
-                least_s = np.where(room < 0, np.inf, paid_s + offers.level_s)
-                bounds[number] = np.maximum(bounds[number], least_s.min(axis=1))
+                least_s = layers[:, None] * offers.least_s + offers.every_s - paid_s
+                least_s = np.where(room < 0, np.inf, least_s).min(axis=1)
+                bounds[number] = np.maximum(bounds[number], least_s)
         return bounds
 
     def best(self, task: Task, segments: int, *, limit_s: float) -> Filling | None:
-        """The fastest filling with exactly so many segments, below the limit."""
-        if task.layers < segments:
+        """The fastest filling with exactly so many segments, below the limit.
+
+        Without a limit, one that fewer segments undercut may be left out.
+        """
+        if segments > 1 and np.isinf(limit_s):
+            simpler = self.best(task, segments - 1, limit_s=limit_s)
+            if simpler is None:  # and so nothing fits: the smallest has one segment
+                return None
+            limit_s = simpler.seconds
+        if task.layers < segments or self._is_known(task, segments, limit_s):
             return None
-        kept = self._promising(task, segments, limit_s)
-        if not kept.size:
+        found = self._search(task, segments, limit_s)
+        known = self._known.setdefault((task.layers, segments), [])
+        known.append((task, found.seconds if found else limit_s))
+        return found
+
+    def least_bytes(self, task: Task) -> int:
+        """Bytes of the smallest filling with one segment, transients included."""
+        sequences = np.arange(len(self.options))[None]
+        counts = np.full((1, len(self.options), 1), task.layers)
+        taken = self._bytes(sequences, counts)[:, 0]
+        return int((taken + self._transients(sequences, task)).min())
+
+    def _is_known(self, task, segments, limit_s):
+        """Whether a task with as much room had nothing below the limit."""
+        known = self._known.get((task.layers, segments), ())
+        return any(
+            least_s >= limit_s and other.covers(task) for other, least_s in known
+        )
+
+    def _search(self, task, segments, limit_s):
+        sequences = self._promising(task, segments, limit_s)
+        if not sequences.size:
             return None
-        sequences = self._sequences[segments - 1][:, kept]
-        border_s = self._borders[segments - 1][kept]
-        transient = np.maximum(self._transients[segments - 1][kept], task.floor_bytes)
+        transient = self._transients(sequences, task)
         room = (task.room_bytes - transient)[:, None]
         counts = self._counts(sequences, task.layers, room)
-        self.scored += kept.size * _compositions(task.layers, segments)
-        fits = (counts > 0).all(axis=0) & (self._bytes(sequences, counts) <= room)
-        seconds = self._seconds(sequences, counts) + border_s[:, None]
+        self.scored += sequences.shape[1] * _compositions(task.layers, segments)
+        seconds = (self.options.layer_s[sequences][:, :, None] * counts).sum(axis=0)
+        seconds = seconds + self._border_s(sequences)[:, None]
+        taken = self._bytes(sequences, counts)
+        fits = (counts > 0).all(axis=0) & (taken <= room)
         seconds = np.where(fits, seconds, np.inf)
         least = seconds.min(initial=np.inf)
         if not least < limit_s:
             return None
-        equal = np.nonzero(seconds <= least * (1 + 1e-12))
-        taken = self._bytes(sequences, counts) + transient[:, None]
+        equal = np.nonzero(seconds <= least * (1 + _SAME))
+        taken = taken + transient[:, None]
         first = np.lexsort((equal[1], equal[0], taken[equal]))[0]
         row, column = equal[0][first], equal[1][first]
         return Filling(
@@ -178,62 +198,34 @@ class Filler:
             tuple(int(count) for count in counts[:, row, column]),
         )
 
-    def least_bytes(self, layers: int, floor_bytes: int) -> int:
-        """Bytes of the smallest filling with one segment."""
-        (options,) = self._sequences[0]
-        counts = np.full((1, options.size, 1), layers)
-        taken = self._bytes(options[None], counts)[:, 0]
-        return int((taken + np.maximum(self._transients[0], floor_bytes)).min())
-
     def _promising(self, task, segments, limit_s):
-        """Indices of sequences whose bound is below the limit."""
-        transients = np.maximum(self._transients[segments - 1], task.floor_bytes)
-        room = task.room_bytes - transients
-        kept = np.flatnonzero(room >= 0)
-        for price in self.prices(task) if np.isfinite(limit_s) else []:
+        """[segments, sequences] whose bounds are below the limit."""
+        at = self.prices(task) if np.isfinite(limit_s) else []
+        room = task.room_bytes - np.maximum(self._levels, task.least_transient_bytes)
+        fits = np.where(room < 0, np.inf, 0.0)[:, None] + np.where(
+            self._allowed, 0, np.inf
+        )
+        kept = np.isfinite(fits).any(axis=0)
+        for price in at:
             offers = self._offers_at(price)[segments - 1]
-            bound_s = task.layers * offers.least_s[kept] + offers.more_s[kept]
-            bound_s = bound_s - (price.peak + price.valley) * room[kept]
-            kept = kept[bound_s < limit_s]
-        return kept
-
-    def _candidates(self) -> list[Price]:
-        """Prices at which three options tie, or two and one price is 0."""
-        found = {Price(0.0, 0.0)}
-        for level in self._levels:
-            allowed = self.options.transient_bytes <= level
-            layer_s = self.options.layer_s[allowed]
-            peak, valley = self._peak[allowed], self._valley[allowed]
-            found.update(Price(price, 0.0) for price in _ties(peak, layer_s))
-            found.update(Price(0.0, price) for price in _ties(valley, layer_s))
-            found.update(_corners(layer_s, peak, valley))
-        return sorted(found)
-
-    def _paid_s(self, price):
-        paid = price.peak * self._peak + price.valley * self._valley
-        return self.options.layer_s + paid
-
-    def _offers_at(self, price):
-        if price not in self._offers:
-            paid_s = self._paid_s(price)
-            offers = []
-            for sequences, borders, transients in zip(
-                self._sequences, self._borders, self._transients, strict=True
-            ):
-                each_s = [paid_s[options] for options in sequences]
-                least_s, all_s = each_s[0], each_s[0]
-                for option_s in each_s[1:]:
-                    least_s, all_s = np.minimum(least_s, option_s), all_s + option_s
-                more_s = all_s + borders
-                over_s = more_s - len(each_s) * paid_s.min()
-                level_s = [
-                    over_s[transients == level].min(initial=np.inf)
-                    for level in self._levels
-                ]
-                more_s = more_s - len(each_s) * least_s
-                offers.append(Offers(least_s, more_s, np.array(level_s)))
-            self._offers[price] = offers
-        return self._offers[price]
+            paid_s = task.layers * offers.least_s - (price.peak + price.valley) * room
+            kept &= (paid_s[:, None] + offers.with_s + fits).min(axis=0) < limit_s
+        sequences = _sequences(np.flatnonzero(kept), segments)
+        left = task.room_bytes - self._transients(sequences, task)
+        left = left - self._further[sequences[1:]].sum(axis=0)
+        sequences, left = sequences[:, left >= 0], left[left >= 0]
+        border_s = self._border_s(sequences)
+        for price in at:
+            paid_s = self._paid_s(price)[sequences]
+            bound_s = (task.layers - segments) * paid_s.min(axis=0) + paid_s.sum(axis=0)
+            bound_s = bound_s + border_s - (price.peak + price.valley) * left
+            below = bound_s < limit_s
+            sequences, left, border_s = (
+                sequences[:, below],
+                left[below],
+                border_s[below],
+            )
+        return sequences
 
     def _counts(self, sequences, layers, room):
         """[segments, sequences, candidates]; some may not fit."""
@@ -244,33 +236,54 @@ class Filler:
         first = np.broadcast_to(first, (number, first.size))
         if segments == 2:
             return np.stack([first, layers - first])
-        low, high = self._interval(sequences, first, layers, room)
-        faster = self.options.layer_s[sequences[1]] < self.options.layer_s[sequences[2]]
-        second = np.where(faster[:, None], high, low)
-        return np.stack([first, second, layers - first - second])
+        seconds = [self._second(sequences, first, layers, room)]
+        for short in _SHORT:
+            seconds += [np.full_like(first, short), layers - first - short]
+        return np.concatenate(
+            [np.stack([first, second, layers - first - second]) for second in seconds],
+            axis=2,
+        )
 
-    def _interval(self, sequences, first, layers, room):
-        """Least and largest number of layers of the second of three segments."""
-        low, high = np.ones_like(first), layers - 1 - first
-        one = self._conditions(sequences, np.stack([first, low, high]))
-        two = self._conditions(sequences, np.stack([first, low + 1, high - 1]))
+    def _second(self, sequences, first, layers, room):
+        """Best number of layers of the second of three segments, none unrolled."""
+        loops = self.options.loop_layers[sequences][:, :, None]
+        low, high = np.broadcast_to(loops[1], first.shape), layers - first - loops[2]
+        looped = self.options.further_bytes[sequences[1:]].sum(axis=0)[:, None]
+        extra = self._extra_bytes(sequences[:1], first[None]) + looped
+        third = layers - first - low
+        one = self._conditions(sequences, np.stack([first, low, third]), extra)
+        moved = np.stack([first, low + 1, third - 1])
+        two = self._conditions(sequences, moved, extra)
+        start = low
         for at_one, at_two in zip(one, two, strict=True):
             slope, spare = at_two - at_one, room - at_one
-            steps = np.floor_divide(spare, np.where(slope == 0, 1, slope))
-            high = np.where(slope > 0, np.minimum(high, 1 + steps), high)
-            needed = -np.floor_divide(spare, np.where(slope < 0, -slope, 1))
-            low = np.where(slope < 0, np.maximum(low, 1 + needed), low)
+            steps = spare // np.where(slope == 0, 1, np.abs(slope))
+            high = np.where(slope > 0, np.minimum(high, start + steps), high)
+            low = np.where(slope < 0, np.maximum(low, start - steps), low)
             high = np.where((slope == 0) & (spare < 0), 0, high)
-        return low, np.where(low <= high, high, 0)
+        faster = self.options.layer_s[sequences[1]] < self.options.layer_s[sequences[2]]
+        return np.where(low <= high, np.where(faster[:, None], high, low), 0)
 
     def _bytes(self, sequences, counts):
-        conditions = self._conditions(sequences, counts)
+        extra = self._extra_bytes(sequences, counts)
+        conditions = self._conditions(sequences, counts, extra)
         largest = conditions[0]
         for condition in conditions[1:]:
             largest = np.maximum(largest, condition)
         return largest
 
-    def _conditions(self, sequences, counts):
+    def _extra_bytes(self, sequences, counts):
+        """What segments cost beside their layers."""
+        options = self.options
+        unrolled = counts < options.loop_layers[sequences][:, :, None]
+        extra = options.unrolled_bytes * unrolled.sum(axis=0)
+        if len(sequences) > 1:
+            in_loop = options.further_bytes[sequences[1:]][:, :, None]
+            short = options.further_short_bytes[sequences[1:]][:, :, None]
+            extra = extra + np.where(unrolled[1:], short, in_loop).sum(axis=0)
+        return extra
+
+    def _conditions(self, sequences, counts, extra_bytes):
         """Bytes without transients, each linear in counts; the largest is needed."""
         options, width = self.options, self.options.row_bytes
         fixed, inputs, copies = (
@@ -278,7 +291,7 @@ class Filler:
             for values in (options.fixed_bytes, options.input_rows, options.copy_rows)
         )
         has_copies = (copies > 0).any(axis=0)
-        base = (fixed * counts).sum(axis=0) + _POINTER_BYTES * has_copies
+        base = (fixed * counts).sum(axis=0) + _POINTER_BYTES * has_copies + extra_bytes
         conditions = [
             base + _SMALL_ROW * options.element_bytes,
             base + width * (inputs * counts).sum(axis=0),
@@ -294,9 +307,6 @@ class Filler:
                 conditions.append(base + width * np.where(copy_rows > 0, rows, 0))
         return conditions
 
-    def _seconds(self, sequences, counts):
-        return (self.options.layer_s[sequences][:, :, None] * counts).sum(axis=0)
-
     def _border_s(self, sequences):
         options = self.options
         seconds = options.start_s[sequences[0]] + options.end_s[sequences[-1]]
@@ -304,60 +314,48 @@ class Filler:
             seconds = seconds + options.border_s[one, two]
         return seconds
 
+    def _transients(self, sequences, task):
+        """Bytes of transients with each sequence."""
+        layers = self.options.transient_bytes[sequences].max(axis=0)
+        taken = np.maximum(layers, task.floor_bytes)
+        if task.tail_bytes:
+            waiting = self.options.waiting_bytes[sequences[-1]]
+            taken = np.maximum(taken, task.tail_bytes + waiting)
+        return taken
 
-def _sequences(number: int, length: int) -> np.ndarray:
-    """[length, sequences] of different options."""
-    grid = np.indices((number,) * length).reshape(length, -1)
+    def _candidates(self):
+        """Prices worth trying, at each level of transients."""
+        found = {Price(0.0, 0.0)}
+        for level in self._levels:
+            allowed = self.options.transient_bytes <= level
+            sizes = (size[allowed] for size in self._sizes)
+            found.update(prices.candidates(self.options.layer_s[allowed], *sizes))
+        return sorted(found)
+
+    def _paid_s(self, price):
+        paid = price.peak * self._sizes[0] + price.valley * self._sizes[1]
+        return self.options.layer_s + paid
+
+    def _offers_at(self, price):
+        if price not in self._offers:
+            paid_s = np.where(self._allowed, self._paid_s(price), np.inf)
+            further_s = (price.peak + price.valley) * self._further
+            costs = prices.Sequence(
+                self.options.start_s,
+                self.options.border_s + further_s,
+                self.options.end_s,
+            )
+            self._offers[price] = prices.offers(paid_s, costs, MAX_SEGMENTS)
+        return self._offers[price]
+
+
+def _sequences(options: np.ndarray, length: int) -> np.ndarray:
+    """[length, sequences] of different ones of the options."""
+    grid = np.indices((len(options),) * length).reshape(length, -1)
     different = np.ones(grid.shape[1], bool)
-    for one in range(length):
-        for two in range(one):
-            different &= grid[one] != grid[two]
-    return grid[:, different]
-
-
-def _ties(sizes, seconds) -> list[float]:
-    """Prices of a byte at which the cheapest option changes, and 0.
-
-    They are the slopes of the lower convex hull of seconds over sizes.
-    """
-    hull: list[tuple[float, float]] = []
-    for point in sorted(zip(sizes.tolist(), seconds.tolist(), strict=True)):
-        if hull and point[1] >= hull[-1][1]:
-            continue
-        while len(hull) > 1 and _slope(hull[-2], point) <= _slope(hull[-2], hull[-1]):
-            hull.pop()
-        hull.append(point)
-    return [0.0, *(-_slope(*pair) for pair in itertools.pairwise(hull))]
-
-
-def _corners(layer_s, peak, valley) -> list[Price]:
-    """Prices at which three options tie and no other is cheaper."""
-    prices = np.stack([layer_s, peak, valley])
-    covered = (prices[:, :, None] <= prices[:, None, :]).all(axis=0)
-    beaten = (covered & ~covered.T).any(axis=0)
-    layer_s, peak, valley = np.unique(prices[:, ~beaten], axis=1)
-    a, b, c = (
-        np.array(list(itertools.combinations(range(layer_s.size), 3))).reshape(-1, 3).T
-    )
-    peaks = peak[b] - peak[a], peak[c] - peak[a]
-    valleys = valley[b] - valley[a], valley[c] - valley[a]
-    seconds = layer_s[a] - layer_s[b], layer_s[a] - layer_s[c]
-    scale = peaks[0] * valleys[1] - peaks[1] * valleys[0]
-    solved = scale != 0
-    scale = np.where(solved, scale, 1.0)
-    at_peak = (seconds[0] * valleys[1] - seconds[1] * valleys[0]) / scale
-    at_valley = (seconds[1] * peaks[0] - seconds[0] * peaks[1]) / scale
-    kept = solved & (at_peak > 0) & (at_valley > 0)
-    a, at_peak, at_valley = a[kept, None], at_peak[kept, None], at_valley[kept, None]
-    paid_s = layer_s + at_peak * peak + at_valley * valley
-    own_s = np.take_along_axis(paid_s, a, axis=1)
-    lowest = (paid_s >= own_s * (1 - _ROUNDING)).all(axis=1)
-    pairs = np.hstack([at_peak, at_valley])[lowest]
-    return [Price(float(one), float(other)) for one, other in pairs]
-
-
-def _slope(one, two):
-    return (two[1] - one[1]) / (two[0] - one[0])
+    for one, two in itertools.combinations(range(length), 2):
+        different &= grid[one] != grid[two]
+    return options[grid[:, different]]
 
 
 def _compositions(layers: int, segments: int) -> int:

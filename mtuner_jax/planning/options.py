@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mtuner_jax.planning import arenas, passes, time_model
+from mtuner_jax.planning import arenas, passes, time_model, transients
 from mtuner_jax.planning.hardware import Hardware
 from mtuner_jax.planning.memory_model import LayerBytes
 from mtuner_jax.planning.plans import Saved, SegmentPlan
@@ -34,12 +34,18 @@ class Options:
       start_s: Seconds more where the model, or the tail, begins with it.
       end_s: Likewise where it ends.
       border_s: [options, options], where the second follows the first.
-      fixed_bytes: Of a layer, wherever it is: at rest, saved and kept for backward.
+      rest_bytes: Of a layer's weights between steps.
+      stack_bytes: Of a layer: saved, and kept from forward to backward.
       input_rows: Arena rows of a layer's input.
       copy_rows: Arena rows of its copy.
       row_bytes: Bytes of an arena row, a number.
       transient_bytes: What lives only while a layer runs.
       element_bytes: Of an element in the arena, a number.
+      waiting_bytes: What the last layer before a tail leaves outside of its stacks.
+      loop_layers: From so many layers on, a segment's loop stays one.
+      further_bytes: What a segment that is not the first costs beside its layers.
+      further_short_bytes: The same with fewer layers than `loop_layers`.
+      unrolled_bytes: What any segment with fewer layers costs, a number.
     """
 
     segments: tuple[SegmentPlan, ...]
@@ -47,12 +53,23 @@ class Options:
     start_s: np.ndarray
     end_s: np.ndarray
     border_s: np.ndarray
-    fixed_bytes: np.ndarray
+    rest_bytes: np.ndarray
+    stack_bytes: np.ndarray
     input_rows: np.ndarray
     copy_rows: np.ndarray
     row_bytes: int
     transient_bytes: np.ndarray
     element_bytes: int
+    waiting_bytes: np.ndarray
+    loop_layers: np.ndarray
+    further_bytes: np.ndarray
+    further_short_bytes: np.ndarray
+    unrolled_bytes: int
+
+    @property
+    def fixed_bytes(self) -> np.ndarray:
+        """Of a layer of the main part, wherever it is, without the arena."""
+        return self.rest_bytes + self.stack_bytes
 
     def __len__(self) -> int:
         return len(self.segments)
@@ -125,6 +142,8 @@ def worth_trying(
         end_s=forward.end_s + backward.first_s,
         border_s=forward.border_s + backward.border_s.T,
         **_bytes(memory, workload.element_bytes),
+        **_segment_bytes(workload, segments, memory),
+        unrolled_bytes=transients.unrolled(workload, rows=rows),
     )
 
 
@@ -153,7 +172,9 @@ def _price(layer: LayerTimes, memory: LayerBytes) -> list[float]:
             (phase.compute_s, phase.link_s, phase.carry_s, phase.host_s)
             for phase in (layer.forward, layer.backward)
         ),
-        memory.rest + memory.saved + memory.fwd_copy,
+        memory.rest,
+        memory.saved,
+        memory.fwd_copy,
         memory.layer_input,
         memory.bwd_copy,
         memory.transient,
@@ -195,12 +216,42 @@ def _bytes(memory, element_bytes):
     largest = max(inputs.max(), copies.max())
     width = arenas.layout([int(largest)], []).width
     return {
-        "fixed_bytes": np.array(
-            [layer.rest + layer.saved + layer.fwd_copy for layer in memory]
-        ),
+        "rest_bytes": np.array([layer.rest for layer in memory]),
+        "stack_bytes": np.array([layer.saved + layer.fwd_copy for layer in memory]),
         "input_rows": -(-inputs // width),
         "copy_rows": -(-copies // width),
         "row_bytes": width * element_bytes,
         "transient_bytes": np.array([layer.transient for layer in memory]),
         "element_bytes": element_bytes,
     }
+
+
+def _segment_bytes(workload, segments, memory):
+    """What segments cost beside their layers, in loops and with fewer layers."""
+    loops = [
+        next(n for n in itertools.count(1) if not transients.is_unrolled(_of(s, n)))
+        for s in segments
+    ]
+    further, short = (
+        np.array(
+            [
+                transients.segment(workload, _of(s, layers), saved_bytes=layer.saved)
+                for s, layers, layer in zip(segments, counts, memory, strict=True)
+            ]
+        )
+        for counts in (loops, [1] * len(segments))
+    )
+    waiting = [
+        layer.saved if s.prefetch else 0
+        for s, layer in zip(segments, memory, strict=True)
+    ]
+    return {
+        "loop_layers": np.array(loops),
+        "further_bytes": further,
+        "further_short_bytes": short,
+        "waiting_bytes": np.array(waiting),
+    }
+
+
+def _of(segment, num_layers):
+    return dataclasses.replace(segment, num_layers=num_layers)

@@ -29,6 +29,7 @@ from mtuner_jax.planning.hardware import Hardware
 from mtuner_jax.planning.knapsack import Filler, Filling, Task
 from mtuner_jax.planning.memory_model import Forecast
 from mtuner_jax.planning.plans import Plan, SegmentPlan
+from mtuner_jax.planning.prices import Price
 from mtuner_jax.planning.timeline import Timeline
 from mtuner_jax.planning.workloads import Workload
 
@@ -130,7 +131,7 @@ def _fitting(searcher, budget_bytes):
         taken = memory_model.forecast(best.plan, searcher.workload).total_bytes
         if taken <= budget_bytes:
             return best
-        left -= taken - budget_bytes
+        left = best.num_bytes - (taken - budget_bytes)
     return None
 
 
@@ -225,20 +226,22 @@ class Searcher:
 
     def _over(self, over, budget_bytes, best):
         """Solves cases in the order of their bounds until none can be better."""
-        places: list[tuple[Frame, Cases, int]] = []
+        places: list[tuple[Frame, Cases, int, int]] = []
         bounds = [np.zeros(0)]
         for frame in over:
             cases = self.cases(frame)
             bound_s = self._bounds(frame, cases, budget_bytes, best)
-            kept = np.flatnonzero(bound_s < _limit(best))
-            places += [(frame, cases, int(index)) for index in kept]
+            kept = np.nonzero(bound_s < _limit(best))
+            pairs = zip(*(indices.tolist() for indices in kept), strict=True)
+            places += [(frame, cases, case, segments) for segments, case in pairs]
             bounds.append(bound_s[kept])
         bound_s = np.concatenate(bounds)
         for place in np.argsort(bound_s, kind="stable"):
             if bound_s[place] >= _limit(best):
                 break
-            frame, cases, index = places[place]
-            best = self._solve(frame, cases, index, budget_bytes, best)
+            frame, cases, case, _ = places[place]
+            task = self._tasks(frame, cases, budget_bytes).one(case)
+            best = self._solve(places[place], task, budget_bytes, best)
         return best
 
     def cases(self, frame: Frame) -> Cases:
@@ -250,63 +253,68 @@ class Searcher:
         return frames.tails(frame, tail, self.workload.num_layers)
 
     def _bounds(self, frame, cases, budget_bytes, best):
-        """Scores that no plan of a case undercuts; inf where none can fit."""
-        filler = self._main(frame)
-        room = budget_bytes - frame.static_bytes - cases.tail_bytes
-        layers = self.workload.num_layers - cases.tail_layers
-        more = SEGMENT_SHARE * (cases.tail_layers > 0)
-        bound_s = np.where(room < cases.floor_bytes, np.inf, cases.seconds)
-        open_ = np.flatnonzero((bound_s < _limit(best)) & (layers > 0))
+        """Scores that no plan of a case undercuts; inf where none can fit.
+
+        Returns:
+          [segments in the main part, cases], from none on.
+        """
+        filler, tasks = self._main(frame), self._tasks(frame, cases, budget_bytes)
+        bound_s = np.full((knapsack.MAX_SEGMENTS + 1, len(tasks.layers)), np.inf)
+        fits = tasks.room >= tasks.transient
+        bound_s[0] = np.where(fits & (tasks.layers == 0), cases.seconds, np.inf)
+        open_ = np.flatnonzero(
+            fits & (tasks.layers > 0) & (cases.seconds < _limit(best))
+        )
         if not open_.size:
             return bound_s
-        prices = []
+        at: set[Price] = set()
         for index in open_[np.linspace(0, len(open_) - 1, _SAMPLES).astype(int)]:
-            prices += filler.prices(_task(layers, room, cases, index))
+            at.update(filler.prices(tasks.one(index)))
         main_s = filler.bounds_s(
-            sorted(set(prices)), layers[open_], room[open_], cases.floor_bytes[open_]
+            sorted(at),
+            *(values[open_] for values in (tasks.layers, tasks.room, tasks.transient)),
         )
         whole_s = cases.seconds[open_] + frame.chosen.accumulation * main_s
-        for segments in range(knapsack.MAX_SEGMENTS):
-            whole_s[segments] *= 1 + SEGMENT_SHARE * segments + more[open_]
-        bound_s[open_] = whole_s.min(axis=0)
+        segments = np.arange(knapsack.MAX_SEGMENTS)[:, None]
+        share = SEGMENT_SHARE * (segments + (cases.tail_layers[open_] > 0))
+        bound_s[1:, open_] = whole_s * (1 + share)
         return bound_s
+
+    def _tasks(self, frame, cases, budget_bytes):
+        return _Tasks(
+            layers=self.workload.num_layers - cases.tail_layers,
+            room=budget_bytes - frame.static_bytes - cases.held_bytes,
+            floor=frame.floor_bytes,
+            tail=cases.tail_bytes,
+        )
 
     def _main(self, frame: Frame) -> Filler:
         rows = frame.chosen.microbatch
         return self.filler(rows, merge_gathers=frame.merge_gathers)
 
-    def _solve(self, frame, cases, index, budget_bytes, best):
-        """The best of a case's plans and the best one so far."""
-        tail_layers = int(cases.tail_layers[index])
-        task = Task(
-            layers=self.workload.num_layers - tail_layers,
-            room_bytes=int(budget_bytes - frame.static_bytes - cases.tail_bytes[index]),
-            floor_bytes=int(cases.floor_bytes[index]),
+    def _solve(self, place, task, budget_bytes, best):
+        """The better one of a case's fastest plan and the best one so far."""
+        frame, cases, case, number = place
+        segments = number + int(cases.tail_layers[case] > 0)
+        price = 1 + SEGMENT_SHARE * (segments - 1)
+        seconds = float(cases.seconds[case])
+        limit_s = (_limit(best) / price - seconds) / frame.chosen.accumulation
+        filling = self._fill(frame, task, number, limit_s)
+        if filling is None:
+            return best
+        score_s = price * (seconds + frame.chosen.accumulation * filling.seconds)
+        taken = budget_bytes - task.room_bytes + filling.num_bytes
+        scored = Scored(
+            score_s, taken, segments, self._plan(frame, cases, case, filling)
         )
-        seconds = float(cases.seconds[index])
-        for number in range(knapsack.MAX_SEGMENTS + 1):
-            if (number == 0) != (task.layers == 0):
-                continue
-            segments = number + (tail_layers > 0)
-            price = 1 + SEGMENT_SHARE * (segments - 1)
-            limit_s = (_limit(best) / price - seconds) / frame.chosen.accumulation
-            filling = self._fill(frame, task, number, limit_s)
-            if filling is None:
-                continue
-            score_s = price * (seconds + frame.chosen.accumulation * filling.seconds)
-            taken = budget_bytes - task.room_bytes + filling.num_bytes
-            if best is None or score_s <= _limit(best):
-                plan = self._plan(frame, cases, index, filling)
-                scored = Scored(score_s, taken, segments, plan)
-                best = scored if scored.better(best) else best
-        return best
+        return scored if scored.better(best) else best
 
     def _fill(self, frame, task, segments, limit_s):
         filler = self._main(frame)
         if segments:
             return filler.best(task, segments, limit_s=limit_s)
         row = frames.empty_arena_bytes(filler.options)
-        taken = row + task.floor_bytes
+        taken = row + task.least_transient_bytes
         return Filling(0.0, taken, (), ()) if taken <= task.room_bytes else None
 
     def _plan(self, frame, cases, index, filling):
@@ -337,12 +345,27 @@ class Searcher:
         )
 
 
-def _task(layers, room, cases, index):
-    return Task(
-        layers=int(layers[index]),
-        room_bytes=int(room[index]),
-        floor_bytes=int(cases.floor_bytes[index]),
-    )
+class _Tasks(NamedTuple):
+    """What is left to fill: arrays [cases], and one number; see `knapsack.Task`."""
+
+    layers: np.ndarray
+    room: np.ndarray
+    floor: int
+    tail: np.ndarray
+
+    @property
+    def transient(self) -> np.ndarray:
+        """Transients whatever the layers are."""
+        return np.maximum(self.floor, self.tail)
+
+    def one(self, case: int) -> Task:
+        """One case's task."""
+        return Task(
+            layers=int(self.layers[case]),
+            room_bytes=int(self.room[case]),
+            floor_bytes=self.floor,
+            tail_bytes=int(self.tail[case]),
+        )
 
 
 def _limit(best: Scored | None) -> float:
