@@ -201,7 +201,7 @@ def chunk_tokens(num_tokens: int, table_rows: int) -> int:
     limit = min(limit, max(_MIN_CHUNK_TOKENS, num_tokens // _MIN_CHUNKS))
     if num_tokens <= limit:
         return num_tokens
-    return max(size for size in range(1, limit + 1) if num_tokens % size == 0)
+    return next(size for size in range(limit, 0, -1) if num_tokens % size == 0)
 
 
 def _hundredths(count: int, num_bytes: int) -> int:
