@@ -25,6 +25,7 @@ _TIME_FIELDS = (
     "overlap_slowdown",
 )
 _SECONDS = ("step_s", "compute_s", "communication_s", "exposed_s")
+_SHOWN_BYTES = 2**30 // 200  # less prints as 0.00 GiB
 _WON = 1.005  # below it, two decimals of the gain show nothing
 
 
@@ -293,12 +294,12 @@ def _times(timeline, hardware):
 
 
 def _memory(forecast, *, budget_bytes=0):
+    kinds = dataclasses.asdict(forecast)
+    shown = {kind: size for kind, size in kinds.items() if size >= _SHOWN_BYTES}
+    other = forecast.total_bytes - sum(shown.values())
     rows = [("per device", "GiB")]
-    rows += [
-        (kind.replace("_", " "), _gib(num_bytes))
-        for kind, num_bytes in _bytes_by_kind(forecast).items()
-        if num_bytes
-    ]
+    rows += [(kind.replace("_", " "), _gib(size)) for kind, size in shown.items()]
+    rows += [("other", _gib(other)), ("total", _gib(forecast.total_bytes))]
     if budget_bytes:
         rows.append(("budget", _gib(budget_bytes)))
     return columns(rows)
