@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from mtuner_jax.planning import memory_model, search, time_model
+from mtuner_jax.planning import frames, memory_model, search
 from mtuner_jax.planning.frames import Frame
 from mtuner_jax.planning.hardware import Hardware
 from mtuner_jax.planning.knapsack import Filler
-from mtuner_jax.planning.memory_model import StepChoices
 from mtuner_jax.planning.options import Options
 from mtuner_jax.planning.plans import AdapterState, Plan, Saved, SegmentPlan, Table
 from mtuner_jax.planning.workloads import Workload
@@ -131,7 +130,7 @@ class Without(search.Searcher):
             forecast = memory_model.forecast(best.plan, self.workload)
             if forecast.total_bytes <= budget_bytes:
                 return best.plan
-            left_bytes -= forecast.total_bytes - budget_bytes
+            left_bytes = best.num_bytes - (forecast.total_bytes - budget_bytes)
         return None
 
     def filler(self, rows: int, *, merge_gathers: bool) -> Filler:
@@ -162,9 +161,8 @@ class Without(search.Searcher):
 
     def _replaced(self, frame: Frame) -> Frame:
         chosen = dataclasses.replace(frame.chosen, **dict(self.mechanism.frame))
-        return dataclasses.replace(
-            frame, chosen=chosen, **_frame_prices(self.workload, self.hardware, chosen)
-        )
+        priced = frames.price(self.workload, self.hardware, chosen)
+        return dataclasses.replace(priced, merge_gathers=frame.merge_gathers)
 
 
 class _Uniform(Filler):
@@ -173,17 +171,6 @@ class _Uniform(Filler):
     def best(self, task, segments, **settings):
         """As `Filler.best`; None for more than one segment."""
         return None if segments > 1 else super().best(task, segments, **settings)
-
-
-def _frame_prices(workload, hardware, chosen: StepChoices) -> dict[str, Any]:
-    static = memory_model.static_bytes(workload, chosen)
-    times = time_model.step(workload, hardware, chosen)
-    each_s = times.each_microbatch_s + chosen.tail_chunks * times.loss.total_s
-    return {
-        "static_bytes": static.total_bytes,
-        "floor_bytes": static.loss_transient,
-        "seconds": times.once_s + chosen.accumulation * each_s,
-    }
 
 
 def _lowest(mesh_sizes: tuple[int, ...]) -> int:
