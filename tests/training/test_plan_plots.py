@@ -64,11 +64,11 @@ def test_the_documented_plan_shows_all_four_actions(tmp_path):
     assert allocated <= inputs.budget_bytes
     # Gather: what is not always whole is raised to it, and nothing else.
     gathered = {event.layer for event in played.events if event.kind == "weights"}
-    assert gathered == set(range(27))
-    # Discard: copies of layers 0-9 wait at both ends, and take nothing in between.
-    assert list(shown.held_axes[:11, 0]) == [3] + 10 * [1]
+    assert gathered == set(range(25))
+    # Discard: copies of layers 0-2 wait at both ends, and take nothing in between.
+    assert list(shown.held_axes[:4, 0]) == [3, 3, 3, 1]
     middle = np.searchsorted(shown.edges_s, played.step_s / 2) - 1
-    assert list(shown.held_axes[:11, middle]) == 10 * [0] + [1]
+    assert list(shown.held_axes[:4, middle]) == [0, 0, 0, 1]
     copies = shown.num_bytes["kept_across_steps"]
     assert copies[0] == copies[-1] == copies.max() > 2**30
     assert copies[len(copies) // 2] == 0
