@@ -87,12 +87,14 @@ class Kept(NamedTuple):
     Attributes:
       tensors: The tensors that the plan saves, by name.
       blocks: Weights kept by `fwd_keep`.
-      inputs: Layer inputs on the host, or None.
+      inputs: Layer inputs on the host: one stack, or nothing if they are in the arena.
+        With `prefetch`, the stack of all layers but the last, if there are any, and
+        the last layer's input by itself.
     """
 
     tensors: Mapping[str, jax.Array]
     blocks: Blocks
-    inputs: jax.Array | None
+    inputs: list[jax.Array]
 
 
 def forward(
@@ -115,7 +117,9 @@ def forward(
         else:
             state, left = _forward_plain(run, segment, state)
             ready = None
-        kept.append(left)
+        # Without the barrier XLA drops the way to the host and back outside of loops.
+        inputs: Any = jax.lax.optimization_barrier(left.inputs)
+        kept.append(left._replace(inputs=inputs))
     return state.x_BTD, kept, state.arena
 
 
@@ -145,23 +149,25 @@ def _forward_ahead(run, segment, following, state_and_ready):
         state, layer, left = carry
         next_layer, state = segment.ready_forward(index + 1, state)
         state, one = run_one(layer, state, index)
-        return (state, next_layer, _put(left, one, index)), None
+        return (state, next_layer, _put(left, one, index)), one.inputs
 
     one = jax.eval_shape(run_one, layer, state, jnp.int32(0))[1]
-    left = _room(one, segment.plan.num_layers, run.axes)
+    left, inputs = _room(one, segment.plan.num_layers, run.axes), []
     if segment.last:
         indices = jnp.arange(segment.last, dtype=jnp.int32)
-        (state, layer, left), _ = jax.lax.scan(body, (state, layer, left), indices)
+        carry = (state, layer, left)
+        (state, layer, left), inputs = jax.lax.scan(body, carry, indices)
     next_layer = None
     if following is not None and following.plan.prefetch:
         next_layer, state = following.ready_forward(0, state)
     last = jnp.int32(segment.last)
     state, one = run_one(layer, state, last)
-    return state, next_layer, _put(left, one, last)
+    left = _put(left, one, last)._replace(inputs=[*inputs, *one.inputs])
+    return state, next_layer, left
 
 
 def _room(one, num_layers, axes):
-    """Stacks for what each layer leaves.
+    """Stacks for what each layer leaves on the device.
 
     They are carried: unlike a scan's own outputs, they also take, without a copy, what
     a layer outside of the loop leaves.
@@ -170,7 +176,7 @@ def _room(one, num_layers, axes):
         lambda leaf: jax.lax.pcast(
             jnp.zeros((num_layers, *leaf.shape), leaf.dtype), axes, to="varying"
         ),
-        one,
+        one._replace(inputs=[]),
     )
 
 
@@ -178,16 +184,16 @@ def _put(stacks, one, index):
     return jax.tree.map(
         lambda stack, leaf: jax.lax.dynamic_update_index_in_dim(stack, leaf, index, 0),
         stacks,
-        one,
+        one._replace(inputs=[]),
     )
 
 
 def _run_forward(run, segment, layer, state_and_index):
     """Saves a layer's input, runs it and returns (state, what it leaves)."""
     (x_BTD, arena), index = state_and_index
-    inputs = None
+    inputs = []
     if segment.on_host:
-        inputs = jax.device_put(x_BTD, jax.memory.Space.Host)
+        inputs = [jax.device_put(x_BTD, jax.memory.Space.Host)]
     else:
         arena = arenas.write(arena, segment.row("input", index), [x_BTD])
     tape = remat.Tape(SAVED_TENSORS[segment.plan.saved])
@@ -230,6 +236,18 @@ def fill(segment: Segment, arena: jax.Array) -> jax.Array:
     return jax.lax.scan(body, arena, indices)[0]
 
 
+class Ready(NamedTuple):
+    """A layer whose backward pass can run.
+
+    Attributes:
+      weights: Its whole weights.
+      x_BTD: Its input, if that came from the host.
+    """
+
+    weights: Params
+    x_BTD: jax.Array | None
+
+
 class Backwards(NamedTuple):
     """What the backward loops carry.
 
@@ -248,12 +266,12 @@ def backward(
     run: Run, segments: list[Segment], kept: list[Kept], state: Backwards
 ) -> Backwards:
     """Runs the layers of all segments backwards and adds up adapter gradients."""
-    ready: Params | None = None
+    ready: Ready | None = None
     for number in reversed(range(len(segments))):
         segment = segments[number]
         if segment.plan.prefetch:
             if ready is None:
-                ready, state = _ready(segment, segment.last, kept[number].blocks, state)
+                ready, state = _last_ready(segment, kept[number], state)
             before = (segments[number - 1], kept[number - 1]) if number else None
             state, ready = _backward_ahead(
                 run, segment, (kept[number], before), (state, ready)
@@ -266,8 +284,8 @@ def backward(
 
 def _backward_plain(run, segment, kept, state):
     def body(state, index):
-        x_BTD, state = _take_input(segment, kept, index, state)
-        weights, state = _ready(segment, index, kept.blocks, state)
+        x_BTD, state = _take_input(segment, _fetched(kept, index), index, state)
+        weights, state = _raise(segment, index, kept.blocks, state)
         saved = _saved_of(kept, index)
         return _run_backward(run, segment, (weights, saved, x_BTD, index), state), None
 
@@ -276,44 +294,67 @@ def _backward_plain(run, segment, kept, state):
 
 
 def _backward_ahead(run, segment, kept_and_before, state_and_ready):
-    """As `_forward_ahead`, from the last layer to the first."""
+    """As `_forward_ahead`, from the last layer to the first.
+
+    Inputs on the host are fetched ahead like weights.
+    """
     kept, before = kept_and_before
     state, ready = state_and_ready
 
     def body(carry, index):
-        state, weights = carry
-        x_BTD, state = _take_input(segment, kept, index, state)
-        ahead, state = _ready(segment, index - 1, kept.blocks, state)
+        state, ready = carry
+        x_BTD, state = _take_input(segment, ready.x_BTD, index, state)
+        fetched = _fetched(kept, index - 1)
+        weights, state = _raise(segment, index - 1, kept.blocks, state)
         saved = _saved_of(kept, index)
-        state = _run_backward(run, segment, (weights, saved, x_BTD, index), state)
-        return (state, ahead), None
+        layer = (ready.weights, saved, x_BTD, index)
+        state = _run_backward(run, segment, layer, state)
+        return (state, Ready(weights, fetched)), None
 
     if segment.last:
         indices = jnp.arange(1, segment.plan.num_layers, dtype=jnp.int32)
         (state, ready), _ = jax.lax.scan(body, (state, ready), indices, reverse=True)
     first = jnp.int32(0)
-    x_BTD, state = _take_input(segment, kept, first, state)
+    x_BTD, state = _take_input(segment, ready.x_BTD, first, state)
     ahead = None
     if before is not None and before[0].plan.prefetch:
         other, other_kept = before
-        ahead, state = _ready(other, other.last, other_kept.blocks, state)
+        ahead, state = _last_ready(other, other_kept, state)
     saved = _saved_of(kept, first)
-    return _run_backward(run, segment, (ready, saved, x_BTD, first), state), ahead
+    layer = (ready.weights, saved, x_BTD, first)
+    return _run_backward(run, segment, layer, state), ahead
 
 
-def _take_input(segment, kept, index, state):
+def _take_input(segment, fetched, index, state):
     """A layer's input; its rows of the arena are free afterwards."""
     if segment.on_host:
-        x_BTD = jax.device_put(
-            segment_weights.at(kept.inputs, index), jax.memory.Space.Device
-        )
-        return x_BTD, state
+        return fetched, state
     shape = state.dx_BTD.shape
     (x_BTD,), arena = arenas.take(state.arena, segment.row("input", index), [shape])
     return x_BTD, state._replace(arena=arena)
 
 
-def _ready(segment, index, kept, state):
+def _fetched(kept, index):
+    """Layer `index`'s input from the stack on the host, None if it is in the arena."""
+    if not kept.inputs:
+        return None
+    x_BTD = segment_weights.at(kept.inputs[0], index)
+    return jax.device_put(x_BTD, jax.memory.Space.Device)
+
+
+def _last_ready(segment, kept, state):
+    """The last layer of a segment with `prefetch`, and the state after gathering it."""
+    x_BTD = None
+    if kept.inputs:
+        # The barrier has it fetched here and not right after it was sent.
+        tied: Any = jax.lax.optimization_barrier((kept.inputs[-1], state.dx_BTD))
+        x_BTD = jax.device_put(tied[0], jax.memory.Space.Device)
+        state = state._replace(dx_BTD=tied[1])
+    weights, state = _raise(segment, segment.last, kept.blocks, state)
+    return Ready(weights, x_BTD), state
+
+
+def _raise(segment, index, kept, state):
     """Whole weights for a layer's backward pass; its copy goes to the arena."""
     weights, copy, dx_BTD = segment.ready_backward(index, kept, state.dx_BTD)
     state = state._replace(dx_BTD=dx_BTD)

@@ -329,11 +329,6 @@ def _check_segment(segment: SegmentPlan, index: int, num_axes: int) -> None:
             f"plan: segment {index} has rest_axes={segment.rest_axes}; the mesh has "
             f"{num_axes} axes"
         )
-    if segment.prefetch and segment.saved is Saved.LAYER_INPUT_ON_HOST:
-        raise ConfigError(
-            f"plan: segment {index} has prefetch with layer inputs on the host, which "
-            "is not implemented; set prefetch=false"
-        )
     for name in ("fwd_keep_axes", "bwd_keep_axes"):
         value = getattr(segment, name)
         if not segment.rest_axes <= value <= num_axes:

@@ -77,14 +77,13 @@ def random_case(seed):
 def _random_segment(rng, num_layers, num_axes):
     rest = int(rng.integers(num_axes + 1))
     saved = plans.Saved(str(rng.choice(list(plans.Saved))))
-    on_host = saved is plans.Saved.LAYER_INPUT_ON_HOST
     return plans.SegmentPlan(
         num_layers=num_layers,
         rest_axes=rest,
         fwd_keep_axes=int(rng.integers(rest, num_axes + 1)),
         bwd_keep_axes=int(rng.integers(rest, num_axes + 1)),
         saved=saved,
-        prefetch=bool(rng.integers(2)) and not on_host,
+        prefetch=bool(rng.integers(2)),
     )
 
 

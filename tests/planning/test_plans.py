@@ -169,7 +169,7 @@ def any_segment(draw, num_axes):
         fwd_keep_axes=draw(st.integers(rest, num_axes)),
         bwd_keep_axes=draw(st.integers(rest, num_axes)),
         saved=saved,
-        prefetch=saved is not Saved.LAYER_INPUT_ON_HOST and draw(st.booleans()),
+        prefetch=draw(st.booleans()),
     )
 
 
@@ -255,10 +255,6 @@ def segments(*entries, **fields):
         (segments(rest_axes=1, fwd_keep_axes=1), "bwd_keep_axes=0; from rest_axes=1"),
         (segments({}, fwd_keep_axes=4), "segment 1 has fwd_.*=4; .* mesh's 3 axes"),
         (segments(bwd_keep_axes=4), "segment 0 has bwd_.*=4; .* mesh's 3 axes"),
-        (
-            segments({}, saved="layer_input_on_host", prefetch=True),
-            "segment 1 has prefetch with layer inputs on the host, .*prefetch=false",
-        ),
         (segments(saved="all"), "saved='all'; one of linears, .*, layer_input, layer_"),
         (segments(saved=[]), r"saved=\[\]; one of linears"),
         (changed(embedding="whole"), "embedding='whole'; one of gathered, split, res"),
