@@ -152,10 +152,20 @@ class RunConfig(OptimizerConfig):
       platform: Where to run; `auto` finds out.
       dtype: `auto` (bfloat16 on GPUs, float32 on CPUs), `float32`, `bfloat16`.
       attention: `auto`, `xla` or `cudnn`.
-      plan: `fsdp` (nothing kept), `replicated`, or a plan's JSON file.
+      plan: `auto` (the fastest that fits), `fsdp` (nothing kept), `replicated`, or a
+        plan's JSON file.
+      hardware: Machine whose figures `auto` plans for: a preset, a file that
+        scripts/calibrate.py wrote, or `auto`.
+      memory_budget: GiB per device that a compiled step may take; 0 for XLA's pool
+        less the hardware's reserve.
+      strict_plan: Stop where a plan needs more memory than the budget, instead of
+        planning again.
+      verify_plan: On CPUs, compile the step for the GPUs that it is planned for, if
+        the wheels for it are installed; GPU runs always check what they compile.
       output_dir: Folder of the run: log, metrics, checkpoints, adapter.
       gradient_checkpointing: Keep only layer inputs for the backward pass and redo
-        the rest; less memory, more computation. Plans from a file decide themselves.
+        the rest; less memory, more computation. For `fsdp` and `replicated`; other
+        plans decide themselves.
       profile_guided: On several GPUs, compile the step again after measuring it.
       max_length: Tokens in a row.
       packing: Several samples in a row, best fit, without seeing each other.
@@ -186,7 +196,11 @@ class RunConfig(OptimizerConfig):
     platform: Platform = Platform.AUTO
     dtype: str = "auto"
     attention: str = "auto"
-    plan: str = "fsdp"
+    plan: str = "auto"
+    hardware: str = "auto"
+    memory_budget: float = 0.0
+    strict_plan: bool = False
+    verify_plan: bool = True
     gradient_checkpointing: bool = False
     profile_guided: bool = True
     output_dir: str = "runs/default"
@@ -232,6 +246,7 @@ class RunConfig(OptimizerConfig):
             "eval_steps",
             "max_eval_batches",
             "val_size",
+            "memory_budget",
         )
         for name in not_negative:
             value = getattr(self, name)

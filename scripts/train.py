@@ -13,27 +13,20 @@ from typing import Any
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import jax
-import jax.numpy as jnp
-import opening
 from jax.sharding import Mesh
 
-from models import llama, llama_hf_names
-from mtuner_jax import accelerators, meshes, platforms, sizes
+from mtuner_jax import accelerators, meshes, platforms
 from mtuner_jax.adapters import lora
-from mtuner_jax.checkpoints import hf_export, hf_import, metas, step_dirs, store
+from mtuner_jax.checkpoints import hf_export, metas, step_dirs, store
 from mtuner_jax.configs import ConfigError, Platform, RunConfig
 from mtuner_jax.engines import (
-    base_weights,
-    compiling,
     elastic_step,
     flops,
-    profile_guided,
 )
 from mtuner_jax.engines.states import Params, TrainState
-from mtuner_jax.ops import attention
-from mtuner_jax.planning import plans
 from mtuner_jax.training import (
     cli,
+    executors,
     logs,
     loops,
     metrics,
@@ -43,6 +36,7 @@ from mtuner_jax.training import (
     run_dirs,
 )
 from mtuner_jax.training.data import loading
+from scripts import opening, setups
 
 RECIPE = pathlib.Path(__file__).resolve().parent.parent / "examples/default.yaml"
 _MAX_CPU_PARAMETERS = 1_000_000_000
@@ -83,7 +77,7 @@ def read_config(argv: list[str]) -> RunConfig:
 
 def train(config: RunConfig, argv: list[str]) -> None:
     """Sets everything up, trains, and writes adapter and summary."""
-    mesh, on_gpu, lines = make_mesh(config)
+    place = make_mesh(config)
     resume = step_dirs.find(
         config.resume_from_checkpoint, pathlib.Path(config.output_dir)
     )
@@ -91,75 +85,109 @@ def train(config: RunConfig, argv: list[str]) -> None:
     with logs.to_file(run.log):
         run_dirs.write_config(run, config)
         run_dirs.write_info(run, argv)
-        for line in lines:
+        for line in place.lines:
             _logger.info("%s", line)
         opened = opening.open_model(config)
-        check_size(config, opened, on_gpu=on_gpu)
-        rows = rows_per_step(config, mesh.size)
+        check_size(config, opened, on_gpu=place.on_gpu)
+        rows = rows_per_step(config, place.mesh.size)
         data = loading.load(config, opened.tokenizer, global_batch_size=rows)
         total_steps = loops.num_steps(
             config, steps_per_epoch=data.train.steps_per_epoch
         )
-        spec = make_spec(config, opened, mesh, rows=rows, on_gpu=on_gpu)
-        run.plan.write_text(plans.to_json(spec.plan))
         learning_rate = optimizers.schedule(config, num_steps=total_steps)
-        optimizer = optimizers.adamw(config, learning_rate)
-        weights = load_weights(config, opened, spec, on_gpu=on_gpu)
-        state = elastic_step.init_state(spec, optimizer)
-        keeper = loops.Keeper(
-            checkpoints=store.Store(
-                run.checkpoints, save_total_limit=config.save_total_limit
-            ),
-            meta=metas.RunMeta(
-                base_model=opened.identity,
-                data=data.train.fingerprint(),
-                lora=dataclasses.asdict(config.lora),
-                seed=config.seed,
-                rng="threefry2x32 keyed by seed, module, layer, step, sample, position",
-            ),
-            write_adapter=adapter_writer(config, opened, spec),
+        builder = setups.Builder(
+            setups.Job(
+                config=config,
+                opened=opened,
+                mesh=place.mesh,
+                mesh_spec=place.spec,
+                memory_fraction=place.memory_fraction,
+                rows=rows,
+                optimizer=optimizers.adamw(config, learning_rate),
+                learning_rate=learning_rate,
+                run=run,
+            )
         )
-        with keeper.checkpoints:
-            state = restore(state, keeper, data, resume)
-            if int(state.step) >= total_steps:
-                _logger.info(
-                    "%s is finished: step %d of %d. Raise --max_steps to go on, or "
-                    "choose another --output_dir",
-                    run.root,
-                    int(state.step),
-                    total_steps,
-                )
-            else:
-                programs = make_programs(config, spec, optimizer, learning_rate)
-                loop = loops.Loop(
-                    config,
-                    programs,
-                    weights=weights,
-                    arenas=elastic_step.init_arenas(
-                        spec, weights, max_length=config.max_length
-                    ),
-                    data=data,
-                    keeper=keeper,
-                )
-                reporter = reports.Reporter(
-                    run,
-                    config,
-                    rates=make_rates(config, spec, opened),
-                    total_steps=total_steps,
-                    start_step=int(state.step),
-                )
-                with reporter:
-                    state = loop.run(state, reporter, total_steps=total_steps)
-        keeper.write_adapter(jax.device_get(state.adapters), run.adapter)
-        summarize(run, config)
+        adapters = run_steps(builder, data, resume, total_steps=total_steps)
+        adapter_writer(builder)(jax.device_get(adapters), run.adapter)
+        summarize(builder)
 
 
-def make_mesh(config: RunConfig) -> tuple[Mesh, bool, list[str]]:
-    """Prepares the platform, starts JAX and arranges the devices.
+def run_steps(
+    builder: setups.Builder,
+    data: loading.RunData,
+    resume: pathlib.Path | None,
+    *,
+    total_steps: int,
+) -> Params:
+    """Runs the steps that are left and returns the adapters."""
+    job, config = builder.job, builder.job.config
+    keeper = loops.Keeper(
+        checkpoints=store.Store(
+            job.run.checkpoints, save_total_limit=config.save_total_limit
+        ),
+        meta=metas.RunMeta(
+            base_model=job.opened.identity,
+            data=data.train.fingerprint(),
+            lora=dataclasses.asdict(config.lora),
+            seed=config.seed,
+            rng="threefry2x32 keyed by seed, module, layer, step, sample, position",
+        ),
+        write_adapter=adapter_writer(builder),
+    )
+    with keeper.checkpoints:
+        setup = builder.build()
+        spec = setup.programs.spec
+        state = elastic_step.init_state(spec, job.optimizer)
+        state = restore(state, keeper, data, resume)
+        if int(state.step) >= total_steps:
+            _logger.info(
+                "%s is finished: step %d of %d. Raise --max_steps to go on, or "
+                "choose another --output_dir",
+                job.run.root,
+                int(state.step),
+                total_steps,
+            )
+            return state.adapters
+        executor = executors.Executor(
+            setup,
+            budget_bytes=builder.budget_bytes,
+            rebuild=builder.build if builder.may_replan else None,
+        )
+        reporter = reports.Reporter(
+            job.run,
+            config,
+            rates=make_rates(config, spec, job.opened),
+            total_steps=total_steps,
+            start_step=int(state.step),
+        )
+        with reporter:
+            loop = loops.Loop(config, executor, data=data, keeper=keeper)
+            state = loop.run(state, reporter, total_steps=total_steps)
+        return state.adapters
 
-    Returns:
-      The mesh, whether it is one of GPUs, and what to log about it.
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where the run executes.
+
+    Attributes:
+      mesh: The devices.
+      spec: Their mesh by name.
+      on_gpu: Whether they are GPUs.
+      memory_fraction: Share of a card's memory in XLA's pool; 0 on CPUs.
+      lines: What to log.
     """
+
+    mesh: Mesh
+    spec: meshes.MeshSpec
+    on_gpu: bool
+    memory_fraction: float
+    lines: tuple[str, ...]
+
+
+def make_mesh(config: RunConfig) -> Place:
+    """Prepares the platform, starts JAX and arranges the devices."""
     found = accelerators.look()
     on_cpu = platforms.runs_on_cpu(config.platform, found)
     spec = meshes.parse(config.mesh, num_devices=0 if on_cpu else found.num_visible)
@@ -169,8 +197,13 @@ def make_mesh(config: RunConfig) -> tuple[Mesh, bool, list[str]]:
         mesh=spec.name,
         deterministic=config.deterministic,
     )
-    mesh = meshes.make(spec, platforms.start(prepared))
-    return mesh, not on_cpu, [prepared.line, spec.describe()]
+    return Place(
+        mesh=meshes.make(spec, platforms.start(prepared)),
+        spec=spec,
+        on_gpu=not on_cpu,
+        memory_fraction=prepared.memory_fraction,
+        lines=(prepared.line, spec.describe()),
+    )
 
 
 def check_size(config: RunConfig, opened: opening.Opened, *, on_gpu: bool) -> None:
@@ -196,112 +229,20 @@ def rows_per_step(config: RunConfig, num_devices: int) -> int:
     return config.global_batch_size or product
 
 
-def make_plan(
-    config: RunConfig, model: llama.Llama, mesh: Mesh, *, rows: int, on_gpu: bool
-) -> plans.Plan:
-    """The plan by name, or from a file."""
-    if config.plan.endswith(".json"):
-        plan = plans.read(pathlib.Path(config.plan))
-        if plan.rows < rows:
-            raise ConfigError(
-                f"plan {config.plan} runs {plan.rows} rows a step, the global batch "
-                f"is {rows}; plan again, or set global_batch_size={plan.rows}"
-            )
-        return plan
-    per_device = -(-rows // mesh.size)
-    microbatch = min(config.per_device_train_batch_size, per_device)
-    saved = (
-        plans.Saved.LAYER_INPUT
-        if config.gradient_checkpointing
-        else plans.Saved.ATTENTION_AND_GATES
-    )
-    tokens = mesh.size * microbatch * config.max_length
-    on_several_gpus = on_gpu and mesh.size > 1
-    return plans.static(
-        name=config.plan,
-        num_layers=model.num_layers,
-        mesh_sizes=tuple(mesh.devices.shape),
-        rows=(microbatch, -(-per_device // microbatch)),
-        saved=saved,
-        prefetch=on_several_gpus,
-        merge_gathers=on_several_gpus,
-        # Moving the tokens' vectors is cheaper than moving the table.
-        embedding=(
-            plans.Table.SPLIT if tokens < model.vocab_size else plans.Table.GATHERED
-        ),
-        weight_dtype=base_dtype(config, on_gpu=on_gpu),
-    )
-
-
-def make_spec(
-    config: RunConfig, opened: opening.Opened, mesh: Mesh, *, rows: int, on_gpu: bool
-) -> elastic_step.StepSpec:
-    """Model, plan and adapters, joined; each said in a line."""
-    implementation = attention.choose(
-        config.attention,
-        on_gpu=on_gpu,
-        packing=config.packing,
-        dtype=base_dtype(config, on_gpu=on_gpu),
-    )
-    model = llama.Llama(opened.config, attention_implementation=implementation)
-    specs = lora.resolve(config.lora, model.linears(), num_layers=model.num_layers)
-    plan = make_plan(config, model, mesh, rows=rows, on_gpu=on_gpu)
-    _logger.info("model %s: %s", opened.name, opened.path)
-    _logger.info("%s", lora.describe(specs, num_frozen=model.num_parameters))
-    _logger.info("plan %s, attention %s:", config.plan, implementation)
-    for line in plans.table(plan).splitlines():
-        _logger.info("  %s", line)
-    if plan.rows > rows:
-        _logger.warning("%d rows of each step are padding", plan.rows - rows)
-    return elastic_step.StepSpec(
-        model=model,
-        plan=plan,
-        mesh=mesh,
-        adapters=specs,
-        dropout_rate=config.lora.lora_dropout,
-        seed=config.seed,
-    )
-
-
-def base_dtype(config: RunConfig, *, on_gpu: bool) -> str:
-    """Dtype of the frozen weights and of computation."""
-    if config.dtype == "auto":
-        return "bfloat16" if on_gpu else "float32"
-    return config.dtype
-
-
-def load_weights(
-    config: RunConfig,
-    opened: opening.Opened,
-    spec: elastic_step.StepSpec,
-    *,
-    on_gpu: bool,
-) -> Params:
-    """The frozen weights in their shardings, from disk or random."""
-    dtype = jnp.dtype(base_dtype(config, on_gpu=on_gpu))
-    abstract = base_weights.layout(spec.model, spec.plan, spec.mesh, dtype=dtype)
-    _logger.info(
-        "frozen weights: %s in %s per device",
-        sizes.gib(base_weights.num_bytes(abstract)),
-        dtype.name,
-    )
-    if config.random_init:
-        return base_weights.random(abstract, spec.plan, jax.random.key(config.seed))
-    names = base_weights.locate(llama_hf_names.tensors(opened.config), spec.plan)
-    return hf_import.load(opened.source, names, abstract)
-
-
-def adapter_writer(
-    config: RunConfig, opened: opening.Opened, spec: elastic_step.StepSpec
-) -> Any:
+def adapter_writer(builder: setups.Builder) -> Any:
     """(adapters, folder) -> writes the adapter as PEFT reads it."""
+    opened = builder.job.opened
     options = hf_export.AdapterOptions(
         base_name=opened.name, tokenizer=opened.tokenizer
     )
 
     def write(adapters: Params, folder: pathlib.Path) -> None:
         hf_export.write_adapter(
-            folder, adapters, spec.adapters, config.lora, options=options
+            folder,
+            adapters,
+            builder.adapters,
+            builder.job.config.lora,
+            options=options,
         )
 
     return write
@@ -324,27 +265,6 @@ def restore(
     return restored.state
 
 
-def make_programs(
-    config: RunConfig, spec: elastic_step.StepSpec, optimizer: Any, learning_rate: Any
-) -> loops.Programs:
-    """The programs of the run; on several GPUs the step is compiled by a profile."""
-    on_gpu = spec.mesh.devices.flat[0].platform != "cpu"
-    options = compiling.options(on_gpu=on_gpu, merge_gathers=spec.plan.merge_gathers)
-    guided = on_gpu and spec.mesh.size > 1 and config.profile_guided
-    cache = accelerators.jax_option("jax_compilation_cache_dir") or ""
-    directory = pathlib.Path(cache) / "profiles"
-    return loops.Programs(
-        spec=spec,
-        train=profile_guided.GuidedStep(
-            elastic_step.build_train(spec, optimizer),
-            compiler_options=options,
-            profile_directory=directory if guided else None,
-        ),
-        evaluate=elastic_step.build_eval(spec, compiler_options=options),
-        learning_rate=learning_rate,
-    )
-
-
 def make_rates(
     config: RunConfig, spec: elastic_step.StepSpec, opened: opening.Opened
 ) -> metrics.Rates:
@@ -364,8 +284,9 @@ def make_rates(
     )
 
 
-def summarize(run: run_dirs.RunDir, config: RunConfig) -> None:
+def summarize(builder: setups.Builder) -> None:
     """The run in a few lines: what came out and where it lies."""
+    run, config = builder.job.run, builder.job.config
     records = metrics.read(run.metrics)
     summary = metrics.summarize(records)
     evals = [record["eval_loss"] for record in records if "eval_loss" in record]
@@ -377,6 +298,7 @@ def summarize(run: run_dirs.RunDir, config: RunConfig) -> None:
         lines[0] += f", eval loss {evals[0]:.4f} -> {evals[-1]:.4f}"
     lines += [
         f"{summary.tokens_per_sec:,.0f} tokens/s",
+        f"plan: {run.plan}, {builder.describe()}",
         f"adapter: {run.adapter} (loads with PEFT)",
         f"checkpoints: {run.checkpoints}",
     ]

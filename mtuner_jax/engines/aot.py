@@ -126,6 +126,12 @@ class CompileOnly:
     compile_s: float
 
 
+def target_of(device_kind: str) -> GpuTarget | None:
+    """The target for a card, by the name that JAX gives it."""
+    same = [t for t in TARGETS.values() if t.device.lower() == device_kind.lower()]
+    return same[0] if same else None
+
+
 def unavailable_reason() -> str:
     """Why this process cannot compile for absent GPUs; empty if it can."""
     if not _found(_PLUGIN):

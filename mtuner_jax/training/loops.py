@@ -13,33 +13,14 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 
 from mtuner_jax.checkpoints import metas, store
 from mtuner_jax.configs import RunConfig
-from mtuner_jax.engines import elastic_step
-from mtuner_jax.engines.states import Batch, Params, StepMetrics, TrainState
-from mtuner_jax.training import metrics, reports
+from mtuner_jax.engines.states import Params, StepMetrics, TrainState
+from mtuner_jax.training import executors, metrics, reports
 from mtuner_jax.training.data import loading
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Programs:
-    """The compiled programs of a run.
-
-    Attributes:
-      spec: What they were built from.
-      train: (state, weights, batch, arenas) -> (state, StepMetrics, arenas).
-      evaluate: (adapters, weights, batch) -> TokenLoss.
-      learning_rate: Optimizer steps done -> the next step's rate.
-    """
-
-    spec: elastic_step.StepSpec
-    train: Callable[..., tuple[TrainState, StepMetrics, elastic_step.Arenas]]
-    evaluate: Callable[[Params, Params, Batch], Any]
-    learning_rate: optax.Schedule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,17 +55,13 @@ class Loop:
     def __init__(
         self,
         config: RunConfig,
-        programs: Programs,
+        executor: executors.Executor,
         *,
-        weights: Params,
-        arenas: elastic_step.Arenas,
         data: loading.RunData,
         keeper: Keeper,
     ):
         self._config = config
-        self._programs = programs
-        self._weights = weights
-        self._arenas = arenas
+        self._executor = executor
         self._train_data = data.train
         self._eval_data = data.eval
         self._keeper = keeper
@@ -119,14 +96,10 @@ class Loop:
     def _step(
         self, state: TrainState, reporter: reports.Reporter, *, step: int
     ) -> TrainState:
-        spec = self._programs.spec
         start = time.perf_counter()
         rows = next(self._train_data)
-        batch = elastic_step.put(elastic_step.cut(rows, spec.plan), spec.mesh)
         data_time = time.perf_counter() - start
-        state, step_metrics, self._arenas = self._programs.train(
-            state, self._weights, batch, self._arenas
-        )
+        state, step_metrics = self._executor.train(state, rows)
         self._flush(reporter)
         self._pending = _Pending(
             step=step,
@@ -144,8 +117,9 @@ class Loop:
         pending, self._pending = self._pending, None
         values = jax.device_get(pending.metrics)
         end = time.perf_counter()
-        devices = self._programs.spec.mesh.local_devices
-        lr: Any = self._programs.learning_rate(pending.step - 1)
+        programs = self._executor.programs
+        devices = programs.spec.mesh.local_devices
+        lr: Any = programs.learning_rate(pending.step - 1)
         record = metrics.StepRecord(
             step=pending.step,
             epoch=pending.epoch,
@@ -167,13 +141,12 @@ class Loop:
         """Mean loss of a trained token over the whole evaluation set."""
         if self._eval_data is None:
             return
-        spec, limit = self._programs.spec, self._config.max_eval_batches
+        limit = self._config.max_eval_batches
         sums = []
         for number, rows in enumerate(self._eval_data):
             if limit and number >= limit:
                 break
-            batch = elastic_step.put(elastic_step.cut(rows, spec.plan), spec.mesh)
-            sums.append(self._programs.evaluate(state.adapters, self._weights, batch))
+            sums.append(self._executor.evaluate(state, rows))
         values = jax.device_get(sums)
         tokens = sum(float(value.tokens) for value in values)
         loss = sum(float(value.loss) for value in values) / max(tokens, 1.0)

@@ -1,7 +1,8 @@
 """The folder of a run: what lies where, and who may write there.
 
-config.yaml  run_info.json  train.log  metrics.jsonl  plan.json  training_loss.png
-tensorboard/  profile/  samples.jsonl  checkpoints/<step>/  adapter/  merged/
+config.yaml  run_info.json  train.log  metrics.jsonl  plan.json  timeline.json
+training_loss.png  tensorboard/  profile/  samples.jsonl  checkpoints/<step>/
+adapter/  merged/
 """
 
 import dataclasses
@@ -51,6 +52,7 @@ class RunDir:
     log = property(lambda self: self.root / "train.log")
     metrics = property(lambda self: self.root / "metrics.jsonl")
     plan = property(lambda self: self.root / "plan.json")
+    timeline = property(lambda self: self.root / "timeline.json")
     loss_plot = property(lambda self: self.root / "training_loss.png")
     tensorboard = property(lambda self: self.root / "tensorboard")
     profile = property(lambda self: self.root / "profile")

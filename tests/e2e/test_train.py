@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 
+from mtuner_jax.engines import aot
 from tests.training.data import chat_tokenizers
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
@@ -28,6 +29,7 @@ SETTINGS = {
     "save_steps": 3,
     "report_to": "none",
     "mesh": "pcie8",
+    "verify_plan": "false",
 }
 WORDS = "alpha beta gamma delta epsilon zeta eta theta iota kappa".split()
 
@@ -105,8 +107,8 @@ def curve(workshop, name):
 
 @pytest.fixture(scope="module")
 def whole(workshop):
-    """A run that was never stopped."""
-    succeed(train(workshop, "whole"))
+    """A run that was never stopped, its plan checked by compiling if possible."""
+    succeed(train(workshop, "whole", verify_plan="true"))
     return "whole"
 
 
@@ -119,6 +121,7 @@ def test_a_run_leaves_what_it_says(workshop, whole):
         "metrics.jsonl",
         "train.log",
         "plan.json",
+        "timeline.json",
         "training_loss.png",
         "checkpoints",
         "adapter",
@@ -129,6 +132,9 @@ def test_a_run_leaves_what_it_says(workshop, whole):
     log = (run / "train.log").read_text()
     assert "no accelerator found: mesh pcie8 runs on 8 virtual CPU devices" in log
     assert "trainable of" in log
+    assert "plans compared in" in log
+    checked = "predicted, " if aot.available() else "memory was not checked"
+    assert checked in log
     assert f"{STEPS} steps, loss" in log
     for step in (3, STEPS):
         assert (run / f"checkpoints/{step}/adapter/adapter_model.safetensors").is_file()

@@ -1,0 +1,131 @@
+"""A run goes on with a smaller plan where memory does not suffice."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mtuner_jax.engines import elastic_step, profile_guided
+from mtuner_jax.engines.states import TrainState
+from mtuner_jax.planning import plans
+from mtuner_jax.training import executors
+from tests import comparing
+from tests.engines import plan_cases
+
+LARGE = plans.static(
+    name="replicated",
+    num_layers=3,
+    mesh_sizes=(4,),
+    rows=(4, 1),
+    weight_dtype="float64",
+)
+SMALL = plans.static(
+    name="fsdp",
+    num_layers=3,
+    mesh_sizes=(4,),
+    rows=(2, 2),
+    adapters=plans.AdapterState.SHARDED,
+    weight_dtype="float64",
+)
+
+
+class OutOfMemoryStep(profile_guided.GuidedStep):
+    """Fails as XLA does: after it has taken the donated state and arenas."""
+
+    def __call__(self, state, *args):
+        for leaf in jax.tree.leaves(state):
+            leaf.delete()
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+
+def make_setup(plan, step_class=profile_guided.GuidedStep):
+    """A setup of the small model on four devices."""
+    model, specs, weights, _, _ = plan_cases.setting("gqa", np.dtype("float64"))
+    mesh = plan_cases.mesh_of("4")
+    spec = elastic_step.StepSpec(model=model, plan=plan, mesh=mesh, adapters=specs)
+    sharded = plan_cases.engine_weights(
+        model, plan, mesh, weights, dtype=np.dtype("float64")
+    )
+    programs = executors.Programs(
+        spec=spec,
+        train=step_class(
+            elastic_step.build_train(spec, plan_cases.OPTIMIZER),
+            compiler_options={},
+            profile_directory=None,
+        ),
+        evaluate=elastic_step.build_eval(spec),
+        state_shardings=elastic_step.state_shardings(spec, plan_cases.OPTIMIZER),
+        learning_rate=lambda step: 0.1,
+    )
+    arenas = elastic_step.init_arenas(spec, sharded, max_length=plan_cases.TOKENS)
+    return executors.Setup(programs=programs, weights=sharded, arenas=arenas)
+
+
+def run(executor):
+    """Losses of all steps, and the adapters after them."""
+    _, _, _, params, batches = plan_cases.setting("gqa", np.dtype("float64"))
+    optimizer = plan_cases.OPTIMIZER
+    state = TrainState(params, jax.jit(optimizer.init)(params), jnp.int32(0))
+    state = jax.device_put(jax.device_get(state), executor.programs.state_shardings)
+    losses = []
+    for rows in batches:
+        state, metrics = executor.train(state, rows)
+        losses.append(np.asarray(metrics.loss))
+    return losses, jax.device_get(state.adapters)
+
+
+def plain():
+    """The same of the plain unsharded program."""
+    results = plan_cases.plain_run("gqa", 0.0, np.dtype("float64"))
+    return [np.asarray(loss) for loss, _, _ in results], results[-1][2]
+
+
+@pytest.mark.usefixtures("x64")
+def test_run_survives_an_allocation_that_fails():
+    asked = []
+
+    def rebuild(missing_bytes):
+        asked.append(missing_bytes)
+        return make_setup(SMALL)
+
+    executor = executors.Executor(
+        make_setup(LARGE, OutOfMemoryStep), budget_bytes=10**9, rebuild=rebuild
+    )
+    comparing.assert_trees_close(run(executor), plain())
+    assert asked == [50_000_000]
+    assert executor.programs.spec.plan == SMALL
+
+
+@pytest.mark.usefixtures("x64")
+def test_program_that_exceeds_the_budget_is_replaced_after_the_step():
+    asked = []
+
+    def rebuild(missing_bytes):
+        asked.append(missing_bytes)
+        setup = make_setup(SMALL)
+        executor._budget_bytes = 10**9
+        return setup
+
+    executor = executors.Executor(make_setup(LARGE), budget_bytes=1, rebuild=rebuild)
+    comparing.assert_trees_close(run(executor), plain())
+    assert len(asked) == 1 and asked[0] > 0
+
+
+@pytest.mark.usefixtures("x64")
+def test_plans_are_changed_a_few_times_at_most():
+    executor = executors.Executor(
+        make_setup(LARGE, OutOfMemoryStep),
+        budget_bytes=10**9,
+        rebuild=lambda missing_bytes: make_setup(SMALL, OutOfMemoryStep),
+    )
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        run(executor)
+    assert executor._replans == executors.MAX_REPLANS
+
+
+@pytest.mark.usefixtures("x64")
+def test_plan_of_the_users_own_is_not_changed():
+    setup = make_setup(LARGE, OutOfMemoryStep)
+    executor = executors.Executor(setup, budget_bytes=1, rebuild=None)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        run(executor)
