@@ -24,8 +24,8 @@ PLANS = {
     "across segments": ((segment(2, bwd_keep_axes=1), segment(1)), {}),
     "after the arena": ((segment(1, IN_ARENA), segment(2, fwd_keep_axes=1)), {}),
     "in tail chunks": (
-        (segment(1, prefetch=False), segment(2, bwd_keep_axes=1)),
-        {"tail_layers": 2, "tail_chunks": 2},
+        (segment(3, bwd_keep_axes=1),),
+        {"tail_layers": 3, "tail_chunks": 2},
     ),
 }
 
