@@ -64,14 +64,6 @@ class Task:
         """Transients whatever the layers are."""
         return max(self.floor_bytes, self.tail_bytes)
 
-    def covers(self, other: "Task") -> bool:
-        """Whether all that fits into `other` fits here."""
-        return (
-            self.room_bytes >= other.room_bytes
-            and self.floor_bytes <= other.least_transient_bytes
-            and self.tail_bytes <= other.tail_bytes
-        )
-
 
 class Filler:
     """Fills layers from one list of options.
@@ -90,6 +82,13 @@ class Filler:
         )
         self._levels = np.unique(options.transient_bytes)
         self._allowed = options.transient_bytes <= self._levels[:, None]
+        # Bytes of the smallest layer by level of transients.
+        self._smallest = np.array(
+            [
+                max(size[allowed].min() for size in self._sizes)
+                for allowed in self._allowed
+            ]
+        )
         # What a further segment costs at least.
         self._further = np.minimum(
             options.further_bytes, options.further_short_bytes + options.unrolled_bytes
@@ -100,15 +99,13 @@ class Filler:
         # The cheapest layer by level of transients and price, its bytes paid.
         self._least_s = np.array([paid_s[:, row].min(axis=1) for row in self._allowed])
         self._offers: dict[Price, list[prices.Offers]] = {}
-        # Tasks that were solved, and seconds that none of their fillings undercuts.
-        self._known: dict[tuple[int, int], list[tuple[Task, float]]] = {}
 
     def prices(self, task: Task) -> list[Price]:
         """What bytes are worth in a task, at each level of transients."""
         taken = np.maximum(self._levels, task.least_transient_bytes)
         room = task.room_bytes - taken
         dual_s = task.layers * self._least_s - self._total * room[:, None]
-        best = np.unique(dual_s[room >= 0].argmax(axis=1))
+        best = np.unique(dual_s[room >= task.layers * self._smallest].argmax(axis=1))
         return [self._prices[index] for index in best]
 
     def bounds_s(
@@ -129,14 +126,16 @@ class Filler:
         Returns:
           [numbers of segments, n].
         """
-        bounds = np.full((MAX_SEGMENTS, len(layers)), -np.inf)
         transients = np.maximum(transient_bytes[:, None], self._levels)
         room = room_bytes[:, None] - transients
+        full = room < layers[:, None] * self._smallest
+        bounds = np.where(full.all(axis=1), np.inf, -np.inf)
+        bounds = np.repeat(bounds[None], MAX_SEGMENTS, axis=0)
         for price in at:
             paid_s = (price.peak + price.valley) * room
             for number, offers in enumerate(self._offers_at(price)):
                 least_s = layers[:, None] * offers.least_s + offers.every_s - paid_s
-                least_s = np.where(room < 0, np.inf, least_s).min(axis=1)
+                least_s = np.where(full, np.inf, least_s).min(axis=1)
                 bounds[number] = np.maximum(bounds[number], least_s)
         return bounds
 
@@ -150,26 +149,9 @@ class Filler:
             if simpler is None:  # and so nothing fits: the smallest has one segment
                 return None
             limit_s = simpler.seconds
-        if task.layers < segments or self._is_known(task, segments, limit_s):
+        if task.layers < segments:
             return None
-        found = self._search(task, segments, limit_s)
-        known = self._known.setdefault((task.layers, segments), [])
-        known.append((task, found.seconds if found else limit_s))
-        return found
-
-    def least_bytes(self, task: Task) -> int:
-        """Bytes of the smallest filling with one segment, transients included."""
-        sequences = np.arange(len(self.options))[None]
-        counts = np.full((1, len(self.options), 1), task.layers)
-        taken = self._bytes(sequences, counts)[:, 0]
-        return int((taken + self._transients(sequences, task)).min())
-
-    def _is_known(self, task, segments, limit_s):
-        """Whether a task with as much room had nothing below the limit."""
-        known = self._known.get((task.layers, segments), ())
-        return any(
-            least_s >= limit_s and other.covers(task) for other, least_s in known
-        )
+        return self._search(task, segments, limit_s)
 
     def _search(self, task, segments, limit_s):
         sequences = self._promising(task, segments, limit_s)
@@ -202,9 +184,8 @@ class Filler:
         """[segments, sequences] whose bounds are below the limit."""
         at = self.prices(task) if np.isfinite(limit_s) else []
         room = task.room_bytes - np.maximum(self._levels, task.least_transient_bytes)
-        fits = np.where(room < 0, np.inf, 0.0)[:, None] + np.where(
-            self._allowed, 0, np.inf
-        )
+        full = room < task.layers * self._smallest
+        fits = np.where(full, np.inf, 0.0)[:, None] + np.where(self._allowed, 0, np.inf)
         kept = np.isfinite(fits).any(axis=0)
         for price in at:
             offers = self._offers_at(price)[segments - 1]

@@ -11,7 +11,7 @@ import dataclasses
 import enum
 import math
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -226,22 +226,15 @@ class Searcher:
 
     def _over(self, over, budget_bytes, best):
         """Solves cases in the order of their bounds until none can be better."""
-        places: list[tuple[Frame, Cases, int, int]] = []
-        bounds = [np.zeros(0)]
+        found = []
         for frame in over:
-            cases = self.cases(frame)
-            bound_s = self._bounds(frame, cases, budget_bytes, best)
-            kept = np.nonzero(bound_s < _limit(best))
-            pairs = zip(*(indices.tolist() for indices in kept), strict=True)
-            places += [(frame, cases, case, segments) for segments, case in pairs]
-            bounds.append(bound_s[kept])
-        bound_s = np.concatenate(bounds)
-        for place in np.argsort(bound_s, kind="stable"):
-            if bound_s[place] >= _limit(best):
+            places = self._places(frame, self.cases(frame), budget_bytes, best)
+            numbers = range(len(places.bound_s))
+            found += [(frame, places.one(number)) for number in numbers]
+        for frame, place in sorted(found, key=lambda pair: pair[1].bound_s):
+            if place.bound_s >= _limit(best):
                 break
-            frame, cases, case, _ = places[place]
-            task = self._tasks(frame, cases, budget_bytes).one(case)
-            best = self._solve(places[place], task, budget_bytes, best)
+            best = self._solve(frame, place, budget_bytes, best)
         return best
 
     def cases(self, frame: Frame) -> Cases:
@@ -252,61 +245,69 @@ class Searcher:
             return frames.no_tail(frame, tail)
         return frames.tails(frame, tail, self.workload.num_layers)
 
-    def _bounds(self, frame, cases, budget_bytes, best):
-        """Scores that no plan of a case undercuts; inf where none can fit.
-
-        Returns:
-          [segments in the main part, cases], from none on.
-        """
-        filler, tasks = self._main(frame), self._tasks(frame, cases, budget_bytes)
-        bound_s = np.full((knapsack.MAX_SEGMENTS + 1, len(tasks.layers)), np.inf)
-        fits = tasks.room >= tasks.transient
-        bound_s[0] = np.where(fits & (tasks.layers == 0), cases.seconds, np.inf)
-        open_ = np.flatnonzero(
-            fits & (tasks.layers > 0) & (cases.seconds < _limit(best))
+    def _places(self, frame, cases, budget_bytes, best):
+        """What can be solved of a frame: cases and numbers of segments."""
+        layers = self.workload.num_layers - cases.tail_layers
+        room = budget_bytes - frame.static_bytes - cases.held_bytes
+        transient = np.maximum(frame.floor_bytes, cases.tail_bytes)
+        fits = (room >= transient) & (cases.seconds < _limit(best))
+        bound_s = np.full((knapsack.MAX_SEGMENTS + 1, len(layers)), np.inf)
+        bound_s[0] = np.where(fits & (layers == 0), cases.seconds, np.inf)
+        filled = np.flatnonzero(fits & (layers > 0))
+        if filled.size:
+            main_s = self._bounds_s(
+                self._main(frame), layers[filled], room[filled], transient[filled]
+            )
+            whole_s = cases.seconds[filled] + frame.chosen.accumulation * main_s
+            segments = np.arange(knapsack.MAX_SEGMENTS)[:, None]
+            share = SEGMENT_SHARE * (segments + (cases.tail_layers[filled] > 0))
+            bound_s[1:, filled] = whole_s * (1 + share)
+        segments, case = np.nonzero(bound_s < _limit(best))
+        return _Places(
+            bound_s=bound_s[segments, case],
+            segments=segments,
+            option=cases.option[case],
+            seconds=cases.seconds[case],
+            layers=layers[case],
+            tail_layers=cases.tail_layers[case],
+            room=room[case],
+            floor=np.full(case.size, frame.floor_bytes),
+            tail=cases.tail_bytes[case],
         )
-        if not open_.size:
-            return bound_s
+
+    def _bounds_s(self, filler, layers, room, transient):
+        """Bounds at the prices of some of the cases."""
         at: set[Price] = set()
-        for index in open_[np.linspace(0, len(open_) - 1, _SAMPLES).astype(int)]:
-            at.update(filler.prices(tasks.one(index)))
-        main_s = filler.bounds_s(
-            sorted(at),
-            *(values[open_] for values in (tasks.layers, tasks.room, tasks.transient)),
-        )
-        whole_s = cases.seconds[open_] + frame.chosen.accumulation * main_s
-        segments = np.arange(knapsack.MAX_SEGMENTS)[:, None]
-        share = SEGMENT_SHARE * (segments + (cases.tail_layers[open_] > 0))
-        bound_s[1:, open_] = whole_s * (1 + share)
-        return bound_s
-
-    def _tasks(self, frame, cases, budget_bytes):
-        return _Tasks(
-            layers=self.workload.num_layers - cases.tail_layers,
-            room=budget_bytes - frame.static_bytes - cases.held_bytes,
-            floor=frame.floor_bytes,
-            tail=cases.tail_bytes,
-        )
+        for case in np.linspace(0, len(layers) - 1, _SAMPLES).astype(int):
+            task = Task(
+                layers=int(layers[case]),
+                room_bytes=int(room[case]),
+                floor_bytes=int(transient[case]),
+            )
+            at.update(filler.prices(task))
+        return filler.bounds_s(sorted(at), layers, room, transient)
 
     def _main(self, frame: Frame) -> Filler:
         rows = frame.chosen.microbatch
         return self.filler(rows, merge_gathers=frame.merge_gathers)
 
-    def _solve(self, place, task, budget_bytes, best):
-        """The better one of a case's fastest plan and the best one so far."""
-        frame, cases, case, number = place
-        segments = number + int(cases.tail_layers[case] > 0)
+    def _solve(self, frame, place, budget_bytes, best):
+        """The better one of a place's fastest plan and the best one so far."""
+        task = Task(
+            layers=place.layers,
+            room_bytes=place.room,
+            floor_bytes=place.floor,
+            tail_bytes=place.tail,
+        )
+        segments = place.segments + (place.tail_layers > 0)
         price = 1 + SEGMENT_SHARE * (segments - 1)
-        seconds = float(cases.seconds[case])
-        limit_s = (_limit(best) / price - seconds) / frame.chosen.accumulation
-        filling = self._fill(frame, task, number, limit_s)
+        limit_s = (_limit(best) / price - place.seconds) / frame.chosen.accumulation
+        filling = self._fill(frame, task, place.segments, limit_s)
         if filling is None:
             return best
-        score_s = price * (seconds + frame.chosen.accumulation * filling.seconds)
+        score_s = price * (place.seconds + frame.chosen.accumulation * filling.seconds)
         taken = budget_bytes - task.room_bytes + filling.num_bytes
-        scored = Scored(
-            score_s, taken, segments, self._plan(frame, cases, case, filling)
-        )
+        scored = Scored(score_s, taken, segments, self._plan(frame, place, filling))
         return scored if scored.better(best) else best
 
     def _fill(self, frame, task, segments, limit_s):
@@ -317,25 +318,24 @@ class Searcher:
         taken = row + task.least_transient_bytes
         return Filling(0.0, taken, (), ()) if taken <= task.room_bytes else None
 
-    def _plan(self, frame, cases, index, filling):
+    def _plan(self, frame, place, filling):
         main = self._main(frame).options.segments
         parts = [
             dataclasses.replace(main[option], num_layers=count)
             for option, count in zip(filling.sequence, filling.counts, strict=True)
         ]
         chosen = frame.chosen
-        tail_layers = int(cases.tail_layers[index])
-        if tail_layers:
+        if place.tail_layers:
             rows = chosen.microbatch // chosen.tail_chunks
             tail = self.filler(rows, merge_gathers=frame.merge_gathers).options
-            segment: SegmentPlan = tail.segments[int(cases.option[index])]
-            parts.append(dataclasses.replace(segment, num_layers=tail_layers))
+            segment: SegmentPlan = tail.segments[place.option]
+            parts.append(dataclasses.replace(segment, num_layers=place.tail_layers))
         return Plan(
             mesh_sizes=self.mesh_sizes,
             segments=tuple(parts),
             microbatch=chosen.microbatch,
             accumulation=chosen.accumulation,
-            tail_layers=tail_layers,
+            tail_layers=place.tail_layers,
             tail_chunks=chosen.tail_chunks,
             embedding=chosen.embedding,
             head=chosen.head,
@@ -345,27 +345,34 @@ class Searcher:
         )
 
 
-class _Tasks(NamedTuple):
-    """What is left to fill: arrays [cases], and one number; see `knapsack.Task`."""
+class _Places(NamedTuple):
+    """Cases to be filled with so many segments: arrays, or one case's numbers.
 
-    layers: np.ndarray
-    room: np.ndarray
-    floor: int
-    tail: np.ndarray
+    Attributes:
+      bound_s: Score that no plan undercuts.
+      segments: Of the main part.
+      option: The tail's.
+      seconds: Of a step, without the main part.
+      layers: Of the main part.
+      tail_layers: Of the tail.
+      room: Bytes, as in `knapsack.Task`.
+      floor: Likewise.
+      tail: Likewise.
+    """
 
-    @property
-    def transient(self) -> np.ndarray:
-        """Transients whatever the layers are."""
-        return np.maximum(self.floor, self.tail)
+    bound_s: Any
+    segments: Any
+    option: Any
+    seconds: Any
+    layers: Any
+    tail_layers: Any
+    room: Any
+    floor: Any
+    tail: Any
 
-    def one(self, case: int) -> Task:
-        """One case's task."""
-        return Task(
-            layers=int(self.layers[case]),
-            room_bytes=int(self.room[case]),
-            floor_bytes=self.floor,
-            tail_bytes=int(self.tail[case]),
-        )
+    def one(self, place: int) -> "_Places":
+        """The numbers of one case."""
+        return _Places(*(values[place].item() for values in self))
 
 
 def _limit(best: Scored | None) -> float:
