@@ -15,7 +15,13 @@ from mtuner_jax.adapters import lora
 from mtuner_jax.checkpoints import gguf_import, hf_import
 from mtuner_jax.configs import ConfigError, LoraConfig
 from mtuner_jax.planning import hardware as machines
-from mtuner_jax.planning import memory_model, reports, search, timeline
+from mtuner_jax.planning import (
+    memory_model,
+    reports,
+    search,
+    static_plans,
+    timeline,
+)
 from mtuner_jax.planning.hardware import Hardware
 from mtuner_jax.planning.plans import Plan
 from mtuner_jax.planning.workloads import Workload
@@ -221,7 +227,7 @@ def check_plan(plan: Plan, inputs: Inputs, *, origin: str) -> None:
 
 
 def search_plan(inputs: Inputs) -> reports.Report:
-    """The fastest plan that fits.
+    """The fastest plan that fits, beside the static settings.
 
     Raises:
       ConfigError: No plan fits.
@@ -241,6 +247,12 @@ def search_plan(inputs: Inputs) -> reports.Report:
         forecast=found.forecast,
         binds=found.binds.value,
         reason=found.reason,
+        statics=static_plans.best(
+            inputs.workload,
+            inputs.hardware,
+            mesh_sizes=inputs.mesh_sizes,
+            budget_bytes=inputs.budget_bytes,
+        ),
         num_scored=found.num_scored,
         search_s=found.search_s,
     )

@@ -10,6 +10,7 @@ from mtuner_jax.planning.hardware import Hardware
 from mtuner_jax.planning.memory_model import Forecast
 from mtuner_jax.planning.plans import Plan
 from mtuner_jax.planning.search import Found
+from mtuner_jax.planning.static_plans import Static
 from mtuner_jax.planning.timeline import Timeline
 from mtuner_jax.planning.workloads import Workload
 
@@ -27,23 +28,6 @@ _TIME_FIELDS = (
 _SECONDS = ("step_s", "compute_s", "communication_s", "exposed_s")
 _SHOWN_BYTES = 2**30 // 200  # less prints as 0.00 GiB
 _WON = 1.005  # below it, two decimals of the gain show nothing
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Static:
-    """A setting that needs no planner, in its best variant.
-
-    Attributes:
-      name: Such as `fsdp`.
-      plan: The variant; None if none fits.
-      step_s: Its seconds; 0 without one.
-      total_bytes: Per device, of the variant, or the least that any variant takes.
-    """
-
-    name: str
-    plan: Plan | None
-    step_s: float
-    total_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
