@@ -306,6 +306,7 @@ def kinds(layers):
         "gates saved": ([ahead(layers, saved=GATES)], {}),
         "linears saved": ([ahead(layers, saved=LINEARS)], {}),
         "inputs on the host": ([segment(layers, saved=HOST)], {}),
+        "inputs on the host ahead": ([ahead(layers, saved=HOST)], {}),
         "1/4 at rest": ([ahead(layers, 1)], {}),
         "1/4 kept forward": ([ahead(layers, fwd=1)], {}),
         "1/4 kept backward": ([ahead(layers, bwd=1)], {}),
