@@ -78,16 +78,15 @@ class Options:
 def treatments(mesh_sizes: Sequence[int]) -> Iterator[SegmentPlan]:
     """All treatments that the engine can run, one layer each.
 
-    Weights are gathered one layer ahead wherever any are gathered and the layer's
-    input stays on the device. A layer that is whole anyway may look ahead too: it
-    hides the first gather of the segment after it.
+    Weights are gathered one layer ahead wherever any are gathered. A layer that is
+    whole anyway may look ahead too: it hides the first gather of the segment after it.
     """
     whole = len(mesh_sizes)
     lowest = whole if math.prod(mesh_sizes) == 1 else 0
     levels = range(lowest, whole + 1)
     for saved, rest in itertools.product(Saved, levels):
         for fwd_keep, bwd_keep in itertools.product(range(rest, whole + 1), repeat=2):
-            for prefetch in _prefetches(saved, (fwd_keep, bwd_keep), whole, lowest):
+            for prefetch in _prefetches((fwd_keep, bwd_keep), whole, lowest):
                 yield SegmentPlan(
                     num_layers=1,
                     rest_axes=rest,
@@ -147,8 +146,8 @@ def worth_trying(
     )
 
 
-def _prefetches(saved, keeps, whole, lowest):
-    if saved is Saved.LAYER_INPUT_ON_HOST or lowest == whole:
+def _prefetches(keeps, whole, lowest):
+    if lowest == whole:
         return (False,)
     return (True,) if min(keeps) < whole else (False, True)
 
