@@ -134,7 +134,7 @@ def make_report(config: PlanConfig, inputs: planning_inputs.Inputs) -> reports.R
         raise ConfigError(f"plan={config.plan!r}: no such file")
     plan = plans.read(path)
     planning_inputs.check_plan(plan, inputs, origin=config.plan)
-    return planning_inputs.price(plan, inputs)
+    return planning_inputs.compared(planning_inputs.price(plan, inputs))
 
 
 def draw(path: pathlib.Path, report: reports.Report) -> None:

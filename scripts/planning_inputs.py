@@ -238,7 +238,7 @@ def search_plan(inputs: Inputs) -> reports.Report:
         mesh_sizes=inputs.mesh_sizes,
         budget_bytes=inputs.budget_bytes,
     )
-    return reports.Report(
+    report = reports.Report(
         workload=inputs.workload,
         hardware=inputs.hardware,
         budget_bytes=inputs.budget_bytes,
@@ -247,15 +247,10 @@ def search_plan(inputs: Inputs) -> reports.Report:
         forecast=found.forecast,
         binds=found.binds.value,
         reason=found.reason,
-        statics=static_plans.best(
-            inputs.workload,
-            inputs.hardware,
-            mesh_sizes=inputs.mesh_sizes,
-            budget_bytes=inputs.budget_bytes,
-        ),
         num_scored=found.num_scored,
         search_s=found.search_s,
     )
+    return compared(report)
 
 
 def price(plan: Plan, inputs: Inputs) -> reports.Report:
@@ -268,3 +263,14 @@ def price(plan: Plan, inputs: Inputs) -> reports.Report:
         timeline=timeline.replay(plan, inputs.workload, inputs.hardware),
         forecast=memory_model.forecast(plan, inputs.workload),
     )
+
+
+def compared(report: reports.Report) -> reports.Report:
+    """The same beside the best static settings of the same batch and budget."""
+    statics = static_plans.best(
+        report.workload,
+        report.hardware,
+        mesh_sizes=report.plan.mesh_sizes,
+        budget_bytes=report.budget_bytes,
+    )
+    return dataclasses.replace(report, statics=statics)

@@ -9,7 +9,6 @@ from mtuner_jax.planning import plans
 from mtuner_jax.planning.hardware import Hardware
 from mtuner_jax.planning.memory_model import Forecast
 from mtuner_jax.planning.plans import Plan
-from mtuner_jax.planning.search import Found
 from mtuner_jax.planning.static_plans import Static
 from mtuner_jax.planning.timeline import Timeline
 from mtuner_jax.planning.workloads import Workload
@@ -132,33 +131,18 @@ def columns(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
     return "\n".join(lines)
 
 
-def table(found: Found, hardware: Hardware) -> str:
-    """What a search found, for a log: segments, seconds, bytes, what binds."""
-    parts = [
-        plans.table(found.plan),
-        _times(found.timeline, hardware),
-        _memory(found.forecast),
-        f"{found.binds}: {found.reason}",
-        _notes(hardware, num_scored=found.num_scored, search_s=found.search_s),
-    ]
-    return "\n".join(parts)
-
-
 def text(report: Report) -> str:
     """All of it for people; a star marks what rests on assumed figures."""
-    memory = _memory(report.forecast, budget_bytes=report.budget_bytes)
     blocks = [
         _heading(report),
         plans.table(report.plan),
-        _times(report.timeline, report.hardware),
-        memory,
+        _times(report),
+        _memory(report.forecast, report.budget_bytes),
         _verdict(report),
     ]
     if report.statics:
         blocks += [_statics(report), gain(report)]
-    blocks.append(
-        _notes(report.hardware, num_scored=report.num_scored, search_s=report.search_s)
-    )
+    blocks.append(_notes(report))
     return "\n\n".join(block for block in blocks if block)
 
 
@@ -266,8 +250,8 @@ def _heading(report):
     )
 
 
-def _times(timeline, hardware):
-    star = _star(hardware)
+def _times(report):
+    timeline, star = report.timeline, _star(report.hardware)
     labels = ("step", "computation", "communication", "not overlapped")
     rows = [
         (label, f"{_seconds(getattr(timeline, name))}{star}")
@@ -277,15 +261,14 @@ def _times(timeline, hardware):
     return f"{columns(rows)}\n{rate}"
 
 
-def _memory(forecast, *, budget_bytes=0):
+def _memory(forecast, budget_bytes):
     kinds = dataclasses.asdict(forecast)
     shown = {kind: size for kind, size in kinds.items() if size >= _SHOWN_BYTES}
     other = forecast.total_bytes - sum(shown.values())
     rows = [("per device", "GiB")]
     rows += [(kind.replace("_", " "), _gib(size)) for kind, size in shown.items()]
     rows += [("other", _gib(other)), ("total", _gib(forecast.total_bytes))]
-    if budget_bytes:
-        rows.append(("budget", _gib(budget_bytes)))
+    rows.append(("budget", _gib(budget_bytes)))
     return columns(rows)
 
 
@@ -320,14 +303,14 @@ def _statics(report):
     return columns(rows, left=2)
 
 
-def _notes(hardware, *, num_scored, search_s):
+def _notes(report):
     lines = []
-    if num_scored:
-        lines.append(f"{num_scored:,} plans compared in {search_s:.1f} s")
-    fields = assumed(hardware)
+    if report.num_scored:
+        lines.append(f"{report.num_scored:,} plans compared in {report.search_s:.1f} s")
+    fields = assumed(report.hardware)
     if fields:
         lines.append(
-            f"* rests on figures of {hardware.name} that nobody measured: "
+            f"* rests on figures of {report.hardware.name} that nobody measured: "
             f"{', '.join(fields)}; scripts/calibrate.py measures a machine"
         )
     return "\n".join(lines)

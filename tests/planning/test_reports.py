@@ -8,7 +8,7 @@ from mtuner_jax.planning import (
     memory_model,
     plans,
     reports,
-    search,
+    static_plans,
     timeline,
 )
 from tests import small_plans
@@ -38,7 +38,7 @@ def report(plan=None, **changes):
 
 def static(name, step_s, **changes):
     fields = {"plan": static_plan(), "total_bytes": GIB, **changes}
-    return reports.Static(name=name, step_s=step_s, **fields)
+    return static_plans.Static(name=name, step_s=step_s, **fields)
 
 
 def statics(report_, *factors):
@@ -131,17 +131,6 @@ def test_data_are_json_and_hold_the_plan_as_its_file_does():
     assert data["timeline"]["step_s"] == made.timeline.step_s
     assert data["gain"] == pytest.approx(2.0)
     assert data["statics"][0]["fits"]
-
-
-def test_table_of_a_search_fits_a_log():
-    machine = hardware.preset("pcie8")
-    found = search.fastest(
-        WORKLOAD, machine, mesh_sizes=MESH, budget_bytes=machine.budget_bytes
-    )
-    text = reports.table(found, machine)
-    assert plans.table(found.plan) in text
-    assert f"{found.binds}: {found.reason}" in text
-    assert "\n\n" not in text
 
 
 def test_compiled_bytes_stand_beside_the_predicted_ones():

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import math
 import re
 
 import jax
@@ -74,6 +75,10 @@ def test_table_json_and_plan_file_tell_the_same(folder, tmp_path, capsys):
     kinds = {k: v for k, v in content["forecast"].items() if k != "total"}
     assert sum(kinds.values()) == content["forecast"]["total"]
     assert content["forecast"]["total"] <= content["budget_bytes"]
+    fitting = [static["step_s"] for static in content["statics"] if static["fits"]]
+    assert math.isclose(content["gain"], min(fitting) / content["timeline"]["step_s"])
+    assert content["gain"] >= 1
+    assert f"gain {content['gain']:.2f}x" in table
 
 
 def test_json_to_the_standard_output_is_all_of_it(folder, capsys):
@@ -103,6 +108,12 @@ def test_seven_billion_on_pcie_is_planned(tmp_path, capsys):
     assert "links" in content["assumed"]
     assert "rests on figures of pcie8 that nobody measured" in capsys.readouterr().out
     assert content["num_scored"] > 0
+
+
+def test_a_compute_bound_step_has_nothing_to_win(capsys):
+    flags = ("--mesh", "h200x1", "--max_length", "512", "--global_batch_size", "1")
+    assert run("--model", "smollm2-135m", *flags) == 0
+    assert "gain 1.00x: compute-bound, nothing to be won" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
