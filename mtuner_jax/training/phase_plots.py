@@ -6,7 +6,7 @@ batch. Colours are told apart by colour-blind eyes too, and each cell says its v
 
 import math
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Records = Sequence[Mapping[str, Any]]
@@ -16,7 +16,7 @@ PLANNED = "planned"
 NOTHING_WON = "nothing to be won"
 NONE_ALONE = "several, each replaceable"
 _PANEL = ("model", "max_length", "global_batch_size")
-_GAIN_LIMIT = 3.0
+_LIMIT = 3.0
 _GREY, _MIXED, _PALE, _TEXT = "#9aa3ad", "#cfd5db", "#f1f3f5", "#1d2329"
 # Okabe and Ito's, in the order in which a sweep names mechanisms.
 _COLORS = (
@@ -31,26 +31,35 @@ _COLORS = (
 )
 
 
-def write_gains(path: pathlib.Path, records: Records, *, title: str) -> None:
-    """Draws how many times faster the plan is than the best static setting.
+def write_factors(
+    path: pathlib.Path,
+    records: Records,
+    *,
+    factor: Callable[[Mapping[str, Any]], float | None],
+    title: str,
+    label: str,
+) -> None:
+    """Draws how many times longer something takes than the planned step.
 
     Args:
       path: The PNG to write.
       records: Of a sweep, one a cell.
+      factor: Of a record; None where that something does not fit.
       title: Above the panels.
+      label: What the colours mean.
     """
     from matplotlib import cm, colors
 
-    norm = colors.LogNorm(1.0, _GAIN_LIMIT)
+    norm = colors.LogNorm(1.0, _LIMIT)
     shades = cm.ScalarMappable(norm, "YlGnBu")
 
     def cell(record):
         if record["status"] == NOTHING_FITS:
             return _GREY, ""
-        if record["status"] == ONLY_PLANNED:
+        value = factor(record)
+        if value is None:
             return _COLORS[5], "fits"
-        gain = record["gain"]
-        return shades.cmap(norm(min(gain, _GAIN_LIMIT))), f"{gain:.2f}"
+        return shades.cmap(norm(min(value, _LIMIT))), f"{value:.2f}"
 
     drawing, axes = _panels(records, title=title)
     for panel, rows in axes:
@@ -58,12 +67,11 @@ def write_gains(path: pathlib.Path, records: Records, *, title: str) -> None:
     bar = drawing.colorbar(
         shades, ax=[panel for panel, _ in axes], shrink=0.6, extend="max"
     )
-    bar.set_label("best static setting's step / planned step")
-    ticks = [1.0, 1.25, 1.5, 2.0, 2.5, _GAIN_LIMIT]
+    bar.set_label(label, fontsize=9)
+    ticks = [1.0, 1.25, 1.5, 2.0, 2.5, _LIMIT]
     bar.set_ticks(ticks, labels=[f"{tick:g}x" for tick in ticks], minor=False)
     bar.ax.minorticks_off()
-    marks = {NOTHING_FITS: _GREY, f"{ONLY_PLANNED}, no static setting": _COLORS[5]}
-    _legend(drawing, marks)
+    _legend(drawing, {NOTHING_FITS: _GREY, ONLY_PLANNED: _COLORS[5]})
     drawing.savefig(path, format="png")
 
 
@@ -71,7 +79,6 @@ def write_winners(
     path: pathlib.Path,
     records: Records,
     *,
-    field: str,
     names: Mapping[str, str],
     title: str,
 ) -> None:
@@ -80,7 +87,6 @@ def write_winners(
     Args:
       path: The PNG to write.
       records: Of a sweep, one a cell.
-      field: Of a record, that names the mechanism.
       names: Mechanism -> what it is called in the legend.
       title: Above the panels.
     """
@@ -90,7 +96,7 @@ def write_winners(
     def cell(record):
         if record["status"] == NOTHING_FITS:
             return _GREY, ""
-        winner = record[field]
+        winner = record["winner"]
         if winner in (NOTHING_WON, NONE_ALONE):
             return (_PALE if winner == NOTHING_WON else _MIXED), ""
         lost_s = record["without_s"][winner]
@@ -100,7 +106,7 @@ def write_winners(
     drawing, axes = _panels(records, title=title)
     for panel, rows in axes:
         _draw(panel, rows, cell)
-    there = {record.get(field, NOTHING_FITS) for record in records}
+    there = {record.get("winner", NOTHING_FITS) for record in records}
     shown = {names[name]: color for name, color in marks.items() if name in there}
     others = {NONE_ALONE: _MIXED, NOTHING_WON: _PALE, NOTHING_FITS: _GREY}
     _legend(drawing, shown | others)

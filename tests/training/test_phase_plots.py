@@ -44,9 +44,15 @@ def test_records_of_a_panel_keep_their_order():
 
 
 def test_all_kinds_of_cells_are_drawn(tmp_path):
-    phase_plots.write_gains(tmp_path / "gain.png", RECORDS, title="gain")
+    phase_plots.write_factors(
+        tmp_path / "gain.png",
+        RECORDS,
+        factor=lambda record: record["gain"],
+        title="gain",
+        label="times",
+    )
     phase_plots.write_winners(
-        tmp_path / "winner.png", RECORDS, field="winner", names=NAMES, title="winner"
+        tmp_path / "winner.png", RECORDS, names=NAMES, title="winner"
     )
     for path in tmp_path.iterdir():
         assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
@@ -61,7 +67,7 @@ def test_a_cell_says_what_is_lost(tmp_path, monkeypatch):
 
     monkeypatch.setattr(phase_plots, "_draw", draw)
     phase_plots.write_winners(
-        tmp_path / "winner.png", RECORDS, field="winner", names=NAMES, title="winner"
+        tmp_path / "winner.png", RECORDS, names=NAMES, title="winner"
     )
     texts = {place: text for place, (_, text) in drawn.items()}
     assert texts == {
@@ -78,5 +84,5 @@ def test_an_unknown_mechanism_is_not_drawn_as_something_else(tmp_path):
     record = make(2.0, 7.0, gain=2.0, winner="magic", without_s={"magic": 2.0})
     with pytest.raises(KeyError, match="magic"):
         phase_plots.write_winners(
-            tmp_path / "winner.png", [record], field="winner", names=NAMES, title=""
+            tmp_path / "winner.png", [record], names=NAMES, title=""
         )
