@@ -191,7 +191,7 @@ class Filler:
             offers = self._offers_at(price)[segments - 1]
             paid_s = task.layers * offers.least_s - (price.peak + price.valley) * room
             kept &= (paid_s[:, None] + offers.with_s + fits).min(axis=0) < limit_s
-        sequences = _sequences(np.flatnonzero(kept), segments)
+        sequences = self._sequences(np.flatnonzero(kept), at, task, (segments, limit_s))
         left = task.room_bytes - self._transients(sequences, task)
         left = left - self._further[sequences[1:]].sum(axis=0)
         sequences, left = sequences[:, left >= 0], left[left >= 0]
@@ -207,6 +207,31 @@ class Filler:
                 border_s[below],
             )
         return sequences
+
+    def _sequences(self, kept, at, task, segments_and_limit):
+        """[segments, sequences] of different options whose cost is below the limit."""
+        segments, limit_s = segments_and_limit
+        grid = _Grid(len(kept), segments)
+        options = self.options
+        transient = np.zeros((1,) * segments)
+        for place in range(segments):
+            at_place = grid.spread(options.transient_bytes[kept], place)
+            transient = np.maximum(transient, at_place)
+        room = task.room_bytes - np.maximum(transient, task.least_transient_bytes)
+        border_s = options.border_s[np.ix_(kept, kept)]
+        below = grid.different() & (room >= 0)
+        for price in at:
+            paid_s, total = self._paid_s(price), price.peak + price.valley
+            least = paid_s.min()
+            cost_s = task.layers * least - total * room
+            more_s = paid_s[kept] - least
+            further_s = border_s + (total * self._further + paid_s - least)[kept]
+            cost_s = cost_s + grid.spread(options.start_s[kept] + more_s, 0)
+            for place in range(1, segments):
+                cost_s = cost_s + grid.spread(further_s, place - 1)
+            cost_s = cost_s + grid.spread(options.end_s[kept], segments - 1)
+            below &= cost_s < limit_s
+        return kept[np.stack(np.nonzero(below))]
 
     def _counts(self, sequences, layers, room):
         """[segments, sequences, candidates]; some may not fit."""
@@ -330,13 +355,24 @@ class Filler:
         return self._offers[price]
 
 
-def _sequences(options: np.ndarray, length: int) -> np.ndarray:
-    """[length, sequences] of different ones of the options."""
-    grid = np.indices((len(options),) * length).reshape(length, -1)
-    different = np.ones(grid.shape[1], bool)
-    for one, two in itertools.combinations(range(length), 2):
-        different &= grid[one] != grid[two]
-    return options[grid[:, different]]
+class _Grid:
+    """All sequences of so many of `number` options as an array of many dims."""
+
+    def __init__(self, number: int, length: int):
+        self.number, self.length = number, length
+
+    def spread(self, values: np.ndarray, place: int) -> np.ndarray:
+        """What depends on the option at a place, or on a pair from it on."""
+        after = self.length - place - values.ndim
+        return values.reshape((1,) * place + values.shape + (1,) * after)
+
+    def different(self) -> np.ndarray:
+        """Which sequences have no option twice."""
+        places = np.indices((self.number,) * self.length, sparse=True)
+        allowed = np.ones((self.number,) * self.length, bool)
+        for one, two in itertools.combinations(places, 2):
+            allowed &= one != two
+        return allowed
 
 
 def _compositions(layers: int, segments: int) -> int:
