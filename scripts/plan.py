@@ -107,6 +107,8 @@ def run(config: PlanConfig) -> int:
     )
     shape = planning_inputs.shape(config.model)
     inputs = planning_inputs.make(shape, make_request(config, implementation))
+    if config.verify:
+        prepare_verify(inputs.hardware, implementation)  # before it takes any time
     report = make_report(config, inputs)
     say = (lambda text: None) if config.json == "-" else print
     say(reports.text(report))
@@ -197,24 +199,32 @@ def card_name() -> str:
     return name if isinstance(name, str) else name.decode()
 
 
+def prepare_verify(hardware: Hardware, implementation: str) -> None:
+    """Makes sure that a step can be compiled for the machine's cards.
+
+    Raises:
+      ConfigError: A card that XLA was not told about, or wheels that are missing.
+    """
+    find_target(hardware)
+    platforms.prepare_cpu(1)
+    reason = aot.unavailable_reason()
+    if reason:
+        raise ConfigError(f"verify: {reason}")
+    if implementation == "cudnn" and not aot.has_cudnn():
+        raise ConfigError(
+            "verify: tracing cuDNN attention asks the library for its version; pip "
+            f"install --no-deps {_CUDNN_WHEELS}, or --attention xla"
+        )
+
+
 def verify(
     config: PlanConfig,
     shape: llama_configs.LlamaConfig,
     report: reports.Report,
     implementation: str,
 ) -> reports.Compiled:
-    """Compiles the plan's step for the machine's GPUs without having them.
-
-    Raises:
-      ConfigError: A card that XLA was not told about, or wheels that are missing.
-    """
-    platforms.prepare_cpu(1)
+    """Compiles the plan's step for the machine's GPUs without having them."""
     target = find_target(report.hardware)
-    if implementation == "cudnn" and not aot.has_cudnn():
-        raise ConfigError(
-            "verify: tracing cuDNN attention asks the library for its version; pip "
-            f"install --no-deps {_CUDNN_WHEELS}, or --attention xla"
-        )
     plan = report.plan
     spec = elastic_step.StepSpec(
         model=llama.Llama(shape, attention_implementation=implementation),
