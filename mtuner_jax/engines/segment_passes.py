@@ -117,9 +117,11 @@ def forward(
         else:
             state, left = _forward_plain(run, segment, state)
             ready = None
-        # Without the barrier XLA drops the way to the host and back outside of loops.
-        inputs: Any = jax.lax.optimization_barrier(left.inputs)
-        kept.append(left._replace(inputs=inputs))
+        if left.inputs:
+            # Outside of loops XLA else leaves out the way to the host, or delays it.
+            tied: Any = jax.lax.optimization_barrier((left.inputs, state.x_BTD))
+            left, state = left._replace(inputs=tied[0]), state._replace(x_BTD=tied[1])
+        kept.append(left)
     return state.x_BTD, kept, state.arena
 
 
