@@ -203,6 +203,7 @@ class Builder:
             report = planning_inputs.search_plan(
                 dataclasses.replace(inputs, budget_bytes=budget_bytes)
             )
+            report = planning_inputs.compared(report)
         else:
             report = planning_inputs.price(self._static(), inputs)
         _logger.info("plan %s\n%s", config.plan, reports.text(report))

@@ -302,6 +302,11 @@ def summarize(builder: setups.Builder) -> None:
         f"adapter: {run.adapter} (loads with PEFT)",
         f"checkpoints: {run.checkpoints}",
     ]
+    if config.plan == "auto" and config.memory_budget:
+        lines.append(
+            f"planned under memory_budget={config.memory_budget} GiB per device; "
+            "0 lets a plan use all of a card's pool"
+        )
     if config.plot_loss:
         lines.append(f"loss plot: {run.loss_plot}")
     for line in lines:
