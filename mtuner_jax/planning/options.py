@@ -195,18 +195,23 @@ def _pass(phases, ahead, shared, *, backward=False):
         for name in ("compute_s", "link_s", "carry_s", "host_s")
     }
     rows = passes.Phases(**{name: values[:, None] for name, values in columns.items()})
-    gathered_s = np.where(ahead, columns["link_s"], 0.0)
-    # By what comes next: each option, and nothing.
-    next_s = np.append(gathered_s, 0.0)[None, :]
+    # By what comes next: each option, as far as it is fetched ahead, and nothing.
+    following = passes.Phases(
+        **{
+            name: np.append(np.where(ahead, values, 0.0), 0.0)[None, :]
+            for name, values in columns.items()
+        }
+    )
     seconds = np.where(
         ahead[:, None],
-        shared.beside(rows, next_s, backward=backward),
+        shared.beside(rows, following, backward=backward),
         passes.alone(rows, backward=backward),
     )
     layer_s = seconds.diagonal().copy()
     more_s = seconds - layer_s[:, None]
-    waited_s = np.where(ahead[:, None], 0.0, gathered_s[None, :])
-    return _Pass(layer_s, gathered_s, more_s[:, -1], more_s[:, :-1] + waited_s)
+    first_s = passes.awaited(following, backward=backward)[0, :-1]
+    waited_s = np.where(ahead[:, None], 0.0, first_s[None, :])
+    return _Pass(layer_s, first_s, more_s[:, -1], more_s[:, :-1] + waited_s)
 
 
 def _bytes(memory, element_bytes):

@@ -24,8 +24,8 @@ from mtuner_jax.planning.workloads import Workload
 # Share of a layer's computation that runs beside gathers that are not merged into
 # one; fitted to one measured step (two H200, slow link: 662 instead of 565 ms).
 _BESIDE_MANY_GATHERS = 0.8
-
-Seconds = float | np.ndarray
+# What the last layer of a pass looks ahead to.
+NOTHING = Phase(compute_s=0.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,16 +40,20 @@ class Overlap:
     slowdown: float
     share: float
 
-    def beside(self, phase: Phase | Phases, ahead_s: Seconds, *, backward: bool) -> Any:
-        """Seconds of a layer while `ahead_s` of gathers for the next one run."""
-        before_s = phase.host_s if backward else 0.0
-        slow_s = np.maximum(ahead_s - before_s, 0.0)
-        lost_s = slow_s * (1.0 - 1.0 / self.slowdown)
-        share = np.where(ahead_s > 0.0, self.share, 1.0)
-        together_s = before_s + share * phase.compute_s + lost_s
-        together_s = np.maximum(ahead_s, together_s)
+    def beside(
+        self, phase: Phase | Phases, ahead: Phase | Phases, *, backward: bool
+    ) -> Any:
+        """Seconds of a layer while what the next one, `ahead`, waits for arrives.
+
+        That is its gathers and, backward, its input from the host. Forward, the own
+        input leaves for the host meanwhile.
+        """
+        lost_s = ahead.link_s * (1.0 - 1.0 / self.slowdown)
+        share = np.where(ahead.link_s > 0.0, self.share, 1.0)
+        together_s = np.maximum(ahead.link_s, share * phase.compute_s + lost_s)
         seconds = together_s + (1.0 - share) * phase.compute_s
-        return np.maximum(seconds, phase.host_s) + phase.carry_s
+        host_s = ahead.host_s if backward else phase.host_s
+        return np.maximum(seconds, host_s) + phase.carry_s
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,15 +88,21 @@ def overlap(hardware: Hardware, *, merge_gathers: bool) -> Overlap:
 
 
 def alone(phase: Phase | Phases, *, backward: bool) -> Any:
-    """Seconds of a layer whose own gathers come first (no prefetch).
+    """Seconds of a layer that nothing is fetched ahead for (no prefetch).
 
     An input that goes to the host leaves while the layer runs; one that comes from
     there is waited for, together with the gathers.
     """
+    waited_s = awaited(phase, backward=backward)
+    sent_s = 0.0 if backward else phase.host_s
+    return waited_s + np.maximum(phase.compute_s, sent_s) + phase.carry_s
+
+
+def awaited(phase: Phase | Phases, *, backward: bool) -> Any:
+    """Seconds until a layer can run that nothing was fetched ahead for."""
     if backward:
-        waited_s = np.maximum(phase.link_s, phase.host_s)
-        return waited_s + phase.compute_s + phase.carry_s
-    return phase.link_s + np.maximum(phase.compute_s, phase.host_s) + phase.carry_s
+        return np.maximum(phase.link_s, phase.host_s)
+    return phase.link_s
 
 
 def over_layers(
@@ -105,12 +115,11 @@ def over_layers(
             seconds += run.count * alone(run.phase, backward=backward)
             ready = False
             continue
-        link_s = run.phase.link_s
-        seconds += 0.0 if ready else link_s
-        inner_s = shared.beside(run.phase, link_s, backward=backward)
+        seconds += 0.0 if ready else awaited(run.phase, backward=backward)
+        inner_s = shared.beside(run.phase, run.phase, backward=backward)
         ready = following is not None and following.prefetch
-        ahead_s = following.phase.link_s if ready else 0.0
-        last_s = shared.beside(run.phase, ahead_s, backward=backward)
+        ahead = following.phase if ready else NOTHING
+        last_s = shared.beside(run.phase, ahead, backward=backward)
         seconds += (run.count - 1) * inner_s + last_s
     return float(seconds)
 

@@ -1,13 +1,15 @@
 """What to say when no plan fits: how much is needed, and what would free most."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 
 from mtuner_jax import sizes
 from mtuner_jax.configs import ConfigError
-from mtuner_jax.planning import frames, memory_model, options, time_model
+from mtuner_jax.planning import frames, memory_model, options
 from mtuner_jax.planning.hardware import Hardware, Link
+from mtuner_jax.planning.plans import Plan
 from mtuner_jax.planning.workloads import Workload
 
 _SHOWN = 3
@@ -49,33 +51,25 @@ def least_bytes(
     Copies only add to what a layer takes, so the smallest plan keeps none, and then
     bytes add up over layers: mixing treatments cannot be smaller.
     """
-    places = [
-        time_model.Place(
-            workload=workload,
-            hardware=hardware,
-            mesh_sizes=mesh_sizes,
-            rows=1,
-            merge_gathers=merge_gathers,
-        )
-        for merge_gathers in (False, True)
-    ]
-    layers = [
-        place.memory(treatment)
-        for place in places
+    rows = -(-workload.global_batch_size // math.prod(mesh_sizes))
+    treatments = [
+        dataclasses.replace(treatment, num_layers=workload.num_layers)
         for treatment in options.treatments(mesh_sizes)
         if max(treatment.fwd_keep_axes, treatment.bwd_keep_axes) == treatment.rest_axes
     ]
-    rows = -(-workload.global_batch_size // math.prod(mesh_sizes))
-    least = []
-    for chosen in frames.choices(workload, mesh_sizes, (1, rows), 1):
-        static = memory_model.static_bytes(workload, chosen)
-        least += [
-            static.total_bytes
-            + workload.num_layers * (layer.rest + layer.saved + layer.layer_input)
-            + max(layer.transient, static.loss_transient)
-            for layer in layers
-        ]
-    return min(least)
+    chosen = [
+        {
+            field.name: getattr(choice, field.name)
+            for field in dataclasses.fields(choice)
+        }
+        for choice in frames.choices(workload, mesh_sizes, (1, rows), 1)
+    ]
+    return min(
+        memory_model.forecast(
+            Plan(segments=(treatment,), **fields), workload
+        ).total_bytes
+        for treatment, fields in itertools.product(treatments, chosen)
+    )
 
 
 def _changes(workload, hardware, mesh_sizes) -> Iterator[tuple[str, tuple]]:
@@ -98,5 +92,6 @@ def _changes(workload, hardware, mesh_sizes) -> Iterator[tuple[str, tuple]]:
         yield "set dtype=bfloat16", (narrow, hardware, mesh_sizes)
     # Only bytes are asked for: the speed of the further link does not matter.
     links = (Link(bytes_per_s=1.0, latency_s=0.0), *hardware.links)
-    twice = dataclasses.replace(hardware, links=links, mesh_sizes=(2, *mesh_sizes))
-    yield "use twice the devices", (workload, twice, (2, *mesh_sizes))
+    twice = (2, *(size for size in mesh_sizes if size > 1))
+    larger = dataclasses.replace(hardware, links=links, mesh_sizes=twice)
+    yield "use twice the devices", (workload, larger, twice)

@@ -198,53 +198,55 @@ class _Player:
     def over(self, layers: Sequence[_Layer], *, backward: bool) -> None:
         """A pass over layers, each beside the gathers of the next one."""
         order = list(reversed(layers)) if backward else list(layers)
-        gathered = False
+        ready = False
         for layer, following in zip(order, [*order[1:], None], strict=False):
             self.begin(layer, backward=backward)
-            phase = layer.phase(backward=backward)
             if not layer.plan.prefetch:
                 self.by_itself(layer, backward=backward)
-                gathered = False
+                ready = False
             else:
-                if not gathered:
-                    self.gather(phase.collectives, layer.number)
-                gathered = following is not None and following.plan.prefetch
-                self.beside(layer, following if gathered else None, backward=backward)
+                if not ready:
+                    self.clock_s = self.fetch(layer, backward=backward)
+                ready = following is not None and following.plan.prefetch
+                self.beside(layer, following if ready else None, backward=backward)
             self.end(layer, backward=backward)
+
+    def fetch(self, layer: _Layer, *, backward: bool) -> float:
+        """Starts what a layer waits for; returns when it is there."""
+        phase = layer.phase(backward=backward)
+        ready_s = self.send(LINK, phase.collectives, layer.number)
+        if backward:
+            ready_s = max(ready_s, self.send(HOST, _transfers(phase), layer.number))
+        return ready_s
 
     def beside(
         self, layer: _Layer, following: _Layer | None, *, backward: bool
     ) -> None:
-        """A layer, and the gathers of the one that runs after it."""
+        """A layer, while what the one after it waits for arrives."""
         phase = layer.phase(backward=backward)
-        start_s = link_s = self.clock_s
+        start_s = ready_s = link_s = self.clock_s
         if following is not None:
-            collectives = following.phase(backward=backward).collectives
-            link_s = self.send(LINK, collectives, following.number)
-        host_s = self.send(HOST, _transfers(phase), layer.number)
+            link_s += following.phase(backward=backward).link_s
+            ready_s = self.fetch(following, backward=backward)
+        if not backward:
+            ready_s = max(ready_s, self.send(HOST, _transfers(phase), layer.number))
         kind = "backward" if backward else "forward"
-        if backward:
-            self.clock_s = host_s
         share = self.shared.share if link_s > start_s else 1.0
         self.compute(kind, layer.number, share * phase.compute_s, slow_until_s=link_s)
         self.clock_s = max(self.clock_s, link_s)
         self.compute(kind, layer.number, (1.0 - share) * phase.compute_s)
-        self.clock_s = max(self.clock_s, host_s)
+        self.clock_s = max(self.clock_s, ready_s)
         self.compute("copies", layer.number, phase.carry_s)
 
     def by_itself(self, layer: _Layer, *, backward: bool) -> None:
-        """A layer after its own gathers."""
+        """A layer after what it waits for."""
         phase = layer.phase(backward=backward)
-        if backward:
-            host_s = self.send(HOST, _transfers(phase), layer.number)
-            self.gather(phase.collectives, layer.number)
-            self.clock_s = max(self.clock_s, host_s)
-            self.compute("backward", layer.number, phase.compute_s)
-        else:
-            self.gather(phase.collectives, layer.number)
-            host_s = self.send(HOST, _transfers(phase), layer.number)
-            self.compute("forward", layer.number, phase.compute_s)
-            self.clock_s = max(self.clock_s, host_s)
+        self.clock_s = sent_s = self.fetch(layer, backward=backward)
+        if not backward:
+            sent_s = self.send(HOST, _transfers(phase), layer.number)
+        kind = "backward" if backward else "forward"
+        self.compute(kind, layer.number, phase.compute_s)
+        self.clock_s = max(self.clock_s, sent_s)
         self.compute("copies", layer.number, phase.carry_s)
 
     def alone(self, phase: Phase, kind: str) -> None:
