@@ -149,7 +149,9 @@ def tails(frame: Frame, options: Options, num_layers: int) -> Cases:
     further = np.where(
         short, options.further_short_bytes[option], options.further_bytes[option]
     )
-    extra = short * options.unrolled_bytes + np.where(layers < num_layers, further, 0)
+    extra = short * options.unrolled_bytes[option] + np.where(
+        layers < num_layers, further, 0
+    )
     chunk_s = layers * options.layer_s[option]
     chunk_s = chunk_s + options.start_s[option] + options.end_s[option]
     runs = frame.chosen.accumulation * frame.chosen.tail_chunks

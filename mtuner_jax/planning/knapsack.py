@@ -89,7 +89,8 @@ class Filler:
                 for allowed in self._allowed
             ]
         )
-        # What a further segment costs at least.
+        # What the first segment, and a further one, cost at least.
+        self._first = np.minimum(0, options.unrolled_bytes)
         self._further = np.minimum(
             options.further_bytes, options.further_short_bytes + options.unrolled_bytes
         )
@@ -193,7 +194,9 @@ class Filler:
             kept &= (paid_s[:, None] + offers.with_s + fits).min(axis=0) < limit_s
         sequences = self._sequences(np.flatnonzero(kept), at, task, (segments, limit_s))
         left = task.room_bytes - self._transients(sequences, task)
-        left = left - self._further[sequences[1:]].sum(axis=0)
+        left = (
+            left - self._first[sequences[0]] - self._further[sequences[1:]].sum(axis=0)
+        )
         sequences, left = sequences[:, left >= 0], left[left >= 0]
         border_s = self._border_s(sequences)
         for price in at:
@@ -226,7 +229,8 @@ class Filler:
             cost_s = task.layers * least - total * room
             more_s = paid_s[kept] - least
             further_s = border_s + (total * self._further + paid_s - least)[kept]
-            cost_s = cost_s + grid.spread(options.start_s[kept] + more_s, 0)
+            first_s = options.start_s[kept] + more_s + total * self._first[kept]
+            cost_s = cost_s + grid.spread(first_s, 0)
             for place in range(1, segments):
                 cost_s = cost_s + grid.spread(further_s, place - 1)
             cost_s = cost_s + grid.spread(options.end_s[kept], segments - 1)
@@ -282,7 +286,8 @@ class Filler:
         """What segments cost beside their layers."""
         options = self.options
         unrolled = counts < options.loop_layers[sequences][:, :, None]
-        extra = options.unrolled_bytes * unrolled.sum(axis=0)
+        each = options.unrolled_bytes[sequences][:, :, None]
+        extra = np.where(unrolled, each, 0).sum(axis=0)
         if len(sequences) > 1:
             in_loop = options.further_bytes[sequences[1:]][:, :, None]
             short = options.further_short_bytes[sequences[1:]][:, :, None]
@@ -345,10 +350,10 @@ class Filler:
     def _offers_at(self, price):
         if price not in self._offers:
             paid_s = np.where(self._allowed, self._paid_s(price), np.inf)
-            further_s = (price.peak + price.valley) * self._further
+            total = price.peak + price.valley
             costs = prices.Sequence(
-                self.options.start_s,
-                self.options.border_s + further_s,
+                self.options.start_s + total * self._first,
+                self.options.border_s + total * self._further,
                 self.options.end_s,
             )
             self._offers[price] = prices.offers(paid_s, costs, MAX_SEGMENTS)

@@ -45,7 +45,7 @@ class Options:
       loop_layers: From so many layers on, a segment's loop stays one.
       further_bytes: What a segment that is not the first costs beside its layers.
       further_short_bytes: The same with fewer layers than `loop_layers`.
-      unrolled_bytes: What any segment with fewer layers costs, a number.
+      unrolled_bytes: What any segment with fewer layers costs, or saves.
     """
 
     segments: tuple[SegmentPlan, ...]
@@ -64,7 +64,7 @@ class Options:
     loop_layers: np.ndarray
     further_bytes: np.ndarray
     further_short_bytes: np.ndarray
-    unrolled_bytes: int
+    unrolled_bytes: np.ndarray
 
     @property
     def fixed_bytes(self) -> np.ndarray:
@@ -141,8 +141,7 @@ def worth_trying(
         end_s=forward.end_s + backward.first_s,
         border_s=forward.border_s + backward.border_s.T,
         **_bytes(memory, workload.element_bytes),
-        **_segment_bytes(workload, segments, memory),
-        unrolled_bytes=transients.unrolled(workload, rows=rows),
+        **_segment_bytes(place, segments, memory),
     )
 
 
@@ -230,8 +229,9 @@ def _bytes(memory, element_bytes):
     }
 
 
-def _segment_bytes(workload, segments, memory):
+def _segment_bytes(place, segments, memory):
     """What segments cost beside their layers, in loops and with fewer layers."""
+    workload = place.workload
     loops = [
         next(n for n in itertools.count(1) if not transients.is_unrolled(_of(s, n)))
         for s in segments
@@ -245,6 +245,12 @@ def _segment_bytes(workload, segments, memory):
         )
         for counts in (loops, [1] * len(segments))
     )
+    unrolled = transients.unrolled(workload, rows=place.rows)
+    # Whole weights kept by a layer outside of loops are those it was gathered to.
+    spared = [
+        layer.fwd_copy if s.fwd_keep_axes == len(place.mesh_sizes) else 0
+        for s, layer in zip(segments, memory, strict=True)
+    ]
     waiting = [
         layer.saved if s.prefetch else 0
         for s, layer in zip(segments, memory, strict=True)
@@ -253,6 +259,7 @@ def _segment_bytes(workload, segments, memory):
         "loop_layers": np.array(loops),
         "further_bytes": further,
         "further_short_bytes": short,
+        "unrolled_bytes": unrolled - np.array(spared),
         "waiting_bytes": np.array(waiting),
     }
 

@@ -1,0 +1,213 @@
+import collections
+import dataclasses
+import itertools
+import json
+import random
+
+import pytest
+
+from mtuner_jax.planning import hardware, memory_model, options, passes, timeline
+from mtuner_jax.planning.plans import AdapterState, Plan, Saved, SegmentPlan, Table
+from mtuner_jax.planning.workloads import Linear, Workload
+
+MESH = (2, 2, 2)
+MACHINE = dataclasses.replace(hardware.preset("pcie8"), overlap_slowdown=1.25)
+SMALL = Workload(
+    model="small",
+    num_layers=6,
+    hidden_size=1024,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=128,
+    vocab_size=4096,
+    tied_embeddings=False,
+    linears=(
+        Linear(name="q_proj", in_dim=1024, out_dim=1024, rank=8),
+        Linear(name="o_proj", in_dim=1024, out_dim=1024),
+        Linear(name="gate_proj", in_dim=1024, out_dim=2816, rank=8),
+        Linear(name="down_proj", in_dim=2816, out_dim=1024),
+    ),
+    replicated_layer_weights=2048,
+    max_length=1024,
+    global_batch_size=30,
+)
+TREATMENTS = list(options.treatments(MESH))
+
+
+def random_plan(seed):
+    chosen = random.Random(seed)
+    counts = [chosen.randint(1, 3), chosen.randint(1, 2)]
+    counts.append(SMALL.num_layers - sum(counts))
+    segments = tuple(
+        dataclasses.replace(chosen.choice(TREATMENTS), num_layers=count)
+        for count in counts
+    )
+    tail = chosen.randint(0, 3)
+    return Plan(
+        mesh_sizes=MESH,
+        segments=segments,
+        microbatch=4,
+        accumulation=chosen.randint(1, 3),
+        tail_layers=sum(counts[3 - tail :]),
+        tail_chunks=chosen.choice((2, 4)) if tail else 1,
+        embedding=chosen.choice(list(Table)),
+        head=chosen.choice(list(Table)),
+        adapters=chosen.choice(list(AdapterState)),
+        merge_gathers=chosen.random() < 0.5,
+    )
+
+
+def plain(*, num_layers=SMALL.num_layers, **settings):
+    segment = SegmentPlan(num_layers=num_layers, **{"prefetch": True, **settings})
+    return Plan(
+        mesh_sizes=MESH,
+        segments=(segment,),
+        microbatch=4,
+        accumulation=1,
+        merge_gathers=True,
+    )
+
+
+def of_stream(played, stream):
+    return [event for event in played.events if event.stream == stream]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_playing_a_step_takes_what_adding_it_up_gives(seed):
+    plan = random_plan(seed)
+    played = timeline.replay(plan, SMALL, MACHINE)
+    added = passes.step_s(plan, SMALL, MACHINE)
+    assert played.step_s == pytest.approx(added, rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_stream_does_one_thing_at_a_time(seed):
+    played = timeline.replay(random_plan(seed), SMALL, MACHINE)
+    for stream in (timeline.COMPUTE, timeline.LINK, timeline.HOST):
+        for one, two in itertools.pairwise(of_stream(played, stream)):
+            assert two.start_s >= one.end_s - 1e-12
+    assert max(event.end_s for event in played.events) <= played.step_s * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_computed_and_exposed_seconds_are_the_step(seed):
+    played = timeline.replay(random_plan(seed), SMALL, MACHINE)
+    compute = of_stream(played, timeline.COMPUTE)
+    assert played.compute_s == pytest.approx(sum(event.seconds for event in compute))
+    assert played.compute_s + played.exposed_s == pytest.approx(played.step_s)
+    link = of_stream(played, timeline.LINK)
+    assert played.communication_s == pytest.approx(sum(e.seconds for e in link))
+    waited = played.exposed_s - sum(e.seconds for e in of_stream(played, timeline.HOST))
+    assert waited <= played.communication_s * (1 + 1e-9)
+
+
+def test_tokens_of_padding_do_not_count():
+    played = timeline.replay(plain(), SMALL, MACHINE)
+    assert played.tokens_per_s == pytest.approx(30 * 1024 / played.step_s)
+
+
+def layers_of(played, kind):
+    found = [e.layer for e in played.events if e.kind == kind]
+    return [layer for layer, _ in itertools.groupby(found)]
+
+
+def test_layers_run_in_the_engines_order():
+    plan = dataclasses.replace(
+        plain(num_layers=4),
+        segments=(plain(num_layers=4).segments[0], plain(num_layers=2).segments[0]),
+        tail_layers=2,
+        tail_chunks=2,
+        accumulation=2,
+    )
+    played = timeline.replay(plan, SMALL, MACHINE)
+    assert layers_of(played, "forward") == [0, 1, 2, 3, 4, 5, 4, 5] * 2
+    assert layers_of(played, "backward") == [5, 4, 5, 4, 3, 2, 1, 0] * 2
+    losses = [event for event in played.events if event.kind == "loss"]
+    updates = [event for event in played.events if event.kind == "update"]
+    assert (len(losses), len(updates)) == (4, 1)
+
+
+def test_a_gather_runs_beside_the_layer_before():
+    played = timeline.replay(plain(), SMALL, MACHINE)
+    starts = {
+        event.layer: event.start_s
+        for event in reversed(played.events)
+        if event.kind == "forward"
+    }
+    gathers = [
+        event for event in of_stream(played, timeline.LINK) if event.kind == "weights"
+    ]
+    forward, backward = gathers[: SMALL.num_layers], gathers[SMALL.num_layers :]
+    assert [event.layer for event in forward] == [0, 1, 2, 3, 4, 5]
+    assert [event.layer for event in backward] == [5, 4, 3, 2, 1, 0]
+    for event in forward[1:]:
+        assert event.start_s == starts[event.layer - 1]
+    assert forward[0].end_s == starts[0]
+
+
+def test_gathers_are_those_of_the_plan():
+    plan = plain(fwd_keep_axes=1)
+    played = timeline.replay(plan, SMALL, MACHINE)
+    found = collections.Counter(
+        event.axes for event in played.events if event.kind == "weights"
+    )
+    assert found == {(0, 1): 6, (1, 3): 12}
+    received = sum(e.num_bytes for e in played.events if e.kind == "weights")
+    whole = SMALL.layer_weight_bytes
+    assert received == 6 * (whole * 7 // 8 + whole * 3 // 4)
+
+
+def test_nothing_is_gathered_where_all_is_whole():
+    plan = plain(rest_axes=3, fwd_keep_axes=3, bwd_keep_axes=3, prefetch=False)
+    played = timeline.replay(plan, SMALL, MACHINE)
+    assert not [event for event in played.events if event.kind == "weights"]
+
+
+def test_inputs_travel_to_the_host_and_back_once():
+    plan = plain(saved=Saved.LAYER_INPUT_ON_HOST)
+    events = of_stream(timeline.replay(plan, SMALL, MACHINE), timeline.HOST)
+    assert [event.layer for event in events] == [0, 1, 2, 3, 4, 5, 5, 4, 3, 2, 1, 0]
+    assert {event.num_bytes for event in events} == {4 * 1024 * 1024 * 2}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_alive_fits_into_what_is_allocated(seed):
+    plan = random_plan(seed)
+    played = timeline.replay(plan, SMALL, MACHINE)
+    most = max(sum(instant.num_bytes.values()) for instant in played.memory)
+    forecast = memory_model.forecast(plan, SMALL)
+    # A tail's boundary lives shortly; here it is shown for the whole step.
+    boundary = played.memory[0].num_bytes["boundary"]
+    assert most - boundary <= forecast.total_bytes
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_step_leaves_memory_as_it_found_it(seed):
+    first, *_, last = timeline.replay(random_plan(seed), SMALL, MACHINE).memory
+    assert first.num_bytes == last.num_bytes
+    times = [
+        instant.time_s
+        for instant in timeline.replay(random_plan(seed), SMALL, MACHINE).memory
+    ]
+    assert times == sorted(times)
+
+
+def test_copies_leave_as_inputs_come():
+    plan = plain(bwd_keep_axes=1)
+    memory = timeline.replay(plan, SMALL, MACHINE).memory
+    copy = memory_model.held_bytes(SMALL, MESH, 1)
+    kept = [instant.num_bytes["kept_across_steps"] // copy for instant in memory]
+    inputs = [instant.num_bytes["layer_inputs"] // (4 * 2**21) for instant in memory]
+    assert (kept[0], max(inputs), kept[-1], inputs[-1]) == (6, 6, 6, 0)
+    assert all(one + two <= 6 for one, two in zip(kept, inputs, strict=True))
+
+
+def test_json_is_the_same_to_the_byte_and_whole():
+    plan = random_plan(1)
+    text = timeline.to_json(timeline.replay(plan, SMALL, MACHINE))
+    assert text == timeline.to_json(timeline.replay(plan, SMALL, MACHINE))
+    content = json.loads(text)
+    played = timeline.replay(plan, SMALL, MACHINE)
+    assert len(content["events"]) == len(played.events)
+    assert content["step_s"] == pytest.approx(played.step_s, abs=1e-9)
+    assert content["memory"][0]["num_bytes"] == played.memory[0].num_bytes
