@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from mtuner_jax.adapters import lora
-from mtuner_jax.engines import segment_passes, step_specs
+from mtuner_jax.engines import segment_passes, segment_weights, step_specs
 from mtuner_jax.engines.segment_weights import Segment
 from mtuner_jax.engines.states import Batch, Params
 from mtuner_jax.engines.step_specs import StepSpec
@@ -99,7 +99,7 @@ def fill_arena(
     arena = empty_arena(spec, layout, weights)
     for segment in _segments(spec, weights, part, max_length):
         if segment.keeps_backward:
-            arena = segment_passes.fill(segment, arena)
+            arena = segment_weights.fill(segment, arena)
     return arena
 
 

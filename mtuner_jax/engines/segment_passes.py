@@ -20,7 +20,7 @@ from mtuner_jax.engines.protocols import Decoder
 from mtuner_jax.engines.segment_weights import Blocks, Forwards, Layer, Segment
 from mtuner_jax.engines.states import Params
 from mtuner_jax.ops import arena as arenas
-from mtuner_jax.ops import dropout, elastic, lora_linear, remat
+from mtuner_jax.ops import dropout, lora_linear, remat
 from mtuner_jax.planning.plans import SAVED_TENSORS
 
 
@@ -222,22 +222,6 @@ def forward_only(run: Run, segment: Segment, x_BTD: jax.Array) -> jax.Array:
     return jax.lax.scan(body, x_BTD, indices)[0]
 
 
-def fill(segment: Segment, arena: jax.Array) -> jax.Array:
-    """Gathers the copies of a segment's layers into the arena."""
-    rest, keep = segment.plan.rest_axes, segment.plan.bwd_keep_axes
-
-    def body(arena, index):
-        blocks, _ = segment.held(index)
-        copy = [
-            elastic.change(block, axes=segment.axes, held=rest, want=keep)
-            for block in blocks
-        ]
-        return arenas.write(arena, segment.row("copy", index), copy), None
-
-    indices = jnp.arange(segment.plan.num_layers, dtype=jnp.int32)
-    return jax.lax.scan(body, arena, indices)[0]
-
-
 class Ready(NamedTuple):
     """A layer whose backward pass can run.
 
@@ -271,15 +255,14 @@ def backward(
     ready: Ready | None = None
     for number in reversed(range(len(segments))):
         segment = segments[number]
+        left, state = _held_back(kept[number], state)
         if segment.plan.prefetch:
             if ready is None:
-                ready, state = _last_ready(segment, kept[number], state)
+                ready, state = _last_ready(segment, left, state)
             before = (segments[number - 1], kept[number - 1]) if number else None
-            state, ready = _backward_ahead(
-                run, segment, (kept[number], before), (state, ready)
-            )
+            state, ready = _backward_ahead(run, segment, (left, before), (state, ready))
         else:
-            state = _backward_plain(run, segment, kept[number], state)
+            state = _backward_plain(run, segment, left, state)
             ready = None
     return state
 
@@ -344,14 +327,23 @@ def _fetched(kept, index):
     return jax.device_put(x_BTD, jax.memory.Space.Device)
 
 
+def _held_back(kept, state):
+    """Has inputs fetched from the host once the gradient at hand is there.
+
+    Without it, XLA fetches them right after they were sent where a loop was unrolled.
+    """
+    if not kept.inputs:
+        return kept, state
+    inputs, dx_BTD = jax.lax.optimization_barrier((kept.inputs, state.dx_BTD))
+    return kept._replace(inputs=inputs), state._replace(dx_BTD=dx_BTD)
+
+
 def _last_ready(segment, kept, state):
     """The last layer of a segment with `prefetch`, and the state after gathering it."""
+    kept, state = _held_back(kept, state)
     x_BTD = None
     if kept.inputs:
-        # The barrier has it fetched here and not right after it was sent.
-        tied: Any = jax.lax.optimization_barrier((kept.inputs[-1], state.dx_BTD))
-        x_BTD = jax.device_put(tied[0], jax.memory.Space.Device)
-        state = state._replace(dx_BTD=tied[1])
+        x_BTD = jax.device_put(kept.inputs[-1], jax.memory.Space.Device)
     weights, state = _raise(segment, segment.last, kept.blocks, state)
     return Ready(weights, x_BTD), state
 

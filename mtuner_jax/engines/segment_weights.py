@@ -186,6 +186,22 @@ class Segment:
         return [full for full, _ in pairs], [part for _, part in pairs]
 
 
+def fill(segment: Segment, arena: jax.Array) -> jax.Array:
+    """Gathers the copies of a segment's layers into the arena."""
+    rest, keep = segment.plan.rest_axes, segment.plan.bwd_keep_axes
+
+    def body(arena, index):
+        blocks, _ = segment.held(index)
+        copy = [
+            elastic.change(block, axes=segment.axes, held=rest, want=keep)
+            for block in blocks
+        ]
+        return arenas.write(arena, segment.row("copy", index), copy), None
+
+    indices = jnp.arange(segment.plan.num_layers, dtype=jnp.int32)
+    return jax.lax.scan(body, arena, indices)[0]
+
+
 def at(stack: jax.Array, index: jax.Array | int) -> jax.Array:
     """Entry `index` of a stack, [n, ...] -> [...]."""
     return jax.lax.dynamic_index_in_dim(stack, index, 0, keepdims=False)
