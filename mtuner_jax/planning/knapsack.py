@@ -24,6 +24,7 @@ _POINTER_BYTES = 8
 _SMALL_ROW = 64  # elements of an arena without anything in it
 _SHORT = (1, 2)  # layers in loops that may be unrolled
 _SAME = 1e-12
+_AT_ONCE = 256  # sequences
 
 
 class Filling(NamedTuple):
@@ -155,13 +156,26 @@ class Filler:
         return self._search(task, segments, limit_s)
 
     def _search(self, task, segments, limit_s):
-        sequences = self._promising(task, segments, limit_s)
-        if not sequences.size:
-            return None
+        """Looks at sequences in the order of their bounds, some at a time."""
+        sequences, bound_s = self._promising(task, segments, limit_s)
+        order = np.argsort(bound_s, kind="stable")
+        best = None
+        for start in range(0, len(order), _AT_ONCE):
+            some = order[start : start + _AT_ONCE]
+            if bound_s[some[0]] >= limit_s:
+                break
+            found = self._best_of(sequences[:, some], task, limit_s)
+            if found and (best is None or found[:2] < best[:2]):
+                best = found
+                limit_s = found.seconds * (1 + _SAME)  # as fast, but smaller
+        return best
+
+    def _best_of(self, sequences, task, limit_s):
         transient = self._transients(sequences, task)
         room = (task.room_bytes - transient)[:, None]
         counts = self._counts(sequences, task.layers, room)
-        self.scored += sequences.shape[1] * _compositions(task.layers, segments)
+        segments, number = sequences.shape
+        self.scored += number * _compositions(task.layers, segments)
         seconds = (self.options.layer_s[sequences][:, :, None] * counts).sum(axis=0)
         seconds = seconds + self._border_s(sequences)[:, None]
         taken = self._bytes(sequences, counts)
@@ -182,7 +196,7 @@ class Filler:
         )
 
     def _promising(self, task, segments, limit_s):
-        """[segments, sequences] whose bounds are below the limit."""
+        """Sequences whose bounds are below the limit, and the bounds."""
         at = self.prices(task) if np.isfinite(limit_s) else []
         room = task.room_bytes - np.maximum(self._levels, task.least_transient_bytes)
         full = room < task.layers * self._smallest
@@ -194,22 +208,17 @@ class Filler:
             kept &= (paid_s[:, None] + offers.with_s + fits).min(axis=0) < limit_s
         sequences = self._sequences(np.flatnonzero(kept), at, task, (segments, limit_s))
         left = task.room_bytes - self._transients(sequences, task)
-        left = (
-            left - self._first[sequences[0]] - self._further[sequences[1:]].sum(axis=0)
-        )
-        sequences, left = sequences[:, left >= 0], left[left >= 0]
+        further = self._further[sequences[1:]].sum(axis=0)
+        left = left - self._first[sequences[0]] - further
         border_s = self._border_s(sequences)
+        bounds_s = np.where(left < 0, np.inf, -np.inf)
         for price in at:
             paid_s = self._paid_s(price)[sequences]
             bound_s = (task.layers - segments) * paid_s.min(axis=0) + paid_s.sum(axis=0)
             bound_s = bound_s + border_s - (price.peak + price.valley) * left
-            below = bound_s < limit_s
-            sequences, left, border_s = (
-                sequences[:, below],
-                left[below],
-                border_s[below],
-            )
-        return sequences
+            bounds_s = np.maximum(bounds_s, bound_s)
+        below = bounds_s < limit_s
+        return sequences[:, below], bounds_s[below]
 
     def _sequences(self, kept, at, task, segments_and_limit):
         """[segments, sequences] of different options whose cost is below the limit."""

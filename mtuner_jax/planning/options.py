@@ -128,9 +128,16 @@ def worth_trying(
         for segment, taken in zip(segments, memory, strict=True)
     ]
     kept = _undominated(segments, times, memory)
-    times, memory = [times[index] for index in kept], [memory[index] for index in kept]
-    segments = [segments[index] for index in kept]
-    shared = passes.overlap(hardware, merge_gathers=merge_gathers)
+    return _options(
+        place,
+        [segments[index] for index in kept],
+        [times[index] for index in kept],
+        [memory[index] for index in kept],
+    )
+
+
+def _options(place, segments, times, memory):
+    shared = passes.overlap(place.hardware, merge_gathers=place.merge_gathers)
     ahead = np.array([segment.prefetch for segment in segments])
     forward = _pass([layer.forward for layer in times], ahead, shared)
     backward = _pass([layer.backward for layer in times], ahead, shared, backward=True)
@@ -140,7 +147,7 @@ def worth_trying(
         start_s=forward.first_s + backward.end_s,
         end_s=forward.end_s + backward.first_s,
         border_s=forward.border_s + backward.border_s.T,
-        **_bytes(memory, workload.element_bytes),
+        **_bytes(memory, place.workload.element_bytes),
         **_segment_bytes(place, segments, memory),
     )
 
