@@ -216,7 +216,6 @@ def test_peft_loads_the_adapter_and_gets_our_evaluation_loss(workshop, whole):
     ("changes", "text"),
     [
         ({"lora.target_modules": "q_proj,v_porj"}, "did you mean 'v_proj'"),
-        ({"mesh": "pcie9"}, "use auto, pcie8"),
         ({"attention": "cudnn"}, "attention=cudnn cannot be used with"),
         ({"model": "llama2-7b"}, "is a shape without tokenizer and weights"),
         ({"max_length": 4}, "no trained token after truncation"),
