@@ -121,11 +121,17 @@ class Builder:
         """What the last plan was expected to take."""
         return self._expected
 
-    @property
-    def may_replan(self) -> bool:
-        """Whether another plan may take over from one that needs too much."""
+    def executor(self, setup: executors.Setup) -> executors.Executor:
+        """What runs a setup, and has another one built where that is allowed."""
         config = self.job.config
-        return config.plan == "auto" and self.job.on_gpu and not config.strict_plan
+        may_replan = config.plan == "auto" and not config.strict_plan
+        return executors.Executor(
+            setup,
+            # XLA's figures for CPUs are too high to hold a run to.
+            budget_bytes=self.budget_bytes if self.job.on_gpu else 0,
+            rebuild=self.build if may_replan and self.job.on_gpu else None,
+            strict=config.strict_plan,
+        )
 
     def build(self, missing_bytes: int = 0) -> executors.Setup:
         """Plans, compiles, checks, and loads the weights.
@@ -134,22 +140,26 @@ class Builder:
           missing_bytes: By which the plan before it exceeded the budget.
 
         Raises:
-          ConfigError: No plan fits, or it needs more than the budget with
-            `strict_plan`.
+          ConfigError: No plan fits.
+          OverBudgetError: It needs more than the budget, with `strict_plan`.
         """
         self._missing_bytes += missing_bytes
         programs = self._programs(self._plan())
-        for _ in range(executors.MAX_REPLANS):
-            over_bytes = self._over(programs)
-            if over_bytes <= 0 or self.job.config.plan != "auto":
-                break
+        over_bytes = self._over(programs)
+        replans = executors.MAX_REPLANS if self.job.config.plan == "auto" else 0
+        while over_bytes > 0 and replans:
             _logger.warning(
                 "the plan takes %s more than the budget: planning again with that "
                 "much less",
                 sizes.gib(over_bytes),
             )
+            replans -= 1
             self._missing_bytes += over_bytes
             programs = self._programs(self._plan())
+            over_bytes = self._over(programs)
+        if over_bytes > 0:
+            needed = self.budget_bytes + over_bytes
+            executors.warn_over_budget(needed, self.budget_bytes)
         weights = self._load(programs.spec)
         arenas = elastic_step.init_arenas(
             programs.spec, weights, max_length=self.job.config.max_length
@@ -300,13 +310,7 @@ class Builder:
             sizes.gib(self.budget_bytes),
         )
         if over_bytes > 0 and self.job.config.strict_plan:
-            raise ConfigError(
-                f"strict_plan: the compiled step takes {needed:,} bytes per device, "
-                f"{over_bytes:,} more than the budget; raise memory_budget, or leave "
-                "strict_plan=false to have it planned again"
-            )
-        if over_bytes > 0 and self.job.config.plan != "auto":
-            _logger.warning("the plan may run out of memory; --plan auto fits it")
+            raise executors.OverBudgetError(needed, self.budget_bytes)
         return over_bytes
 
     def _compiled_bytes(self, programs, hardware) -> int | None:

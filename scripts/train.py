@@ -26,7 +26,6 @@ from mtuner_jax.engines import (
 from mtuner_jax.engines.states import Params, TrainState
 from mtuner_jax.training import (
     cli,
-    executors,
     logs,
     loops,
     metrics,
@@ -149,11 +148,6 @@ def run_steps(
                 total_steps,
             )
             return state.adapters
-        executor = executors.Executor(
-            setup,
-            budget_bytes=builder.budget_bytes,
-            rebuild=builder.build if builder.may_replan else None,
-        )
         reporter = reports.Reporter(
             job.run,
             config,
@@ -162,7 +156,7 @@ def run_steps(
             start_step=int(state.step),
         )
         with reporter:
-            loop = loops.Loop(config, executor, data=data, keeper=keeper)
+            loop = loops.Loop(config, builder.executor(setup), data=data, keeper=keeper)
             state = loop.run(state, reporter, total_steps=total_steps)
         return state.adapters
 

@@ -3,7 +3,8 @@
 A plan rests on a forecast of memory. What XLA allocates is compared with the budget
 whenever the step has been compiled anew, and the first execution of each program is
 watched: where memory does not suffice, a smaller plan takes over, with the state of
-before that step, so that no step is lost and none is done twice.
+before that step, so that no step is lost and none is done twice. Where none may take
+over, the user is told what to change.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ import optax
 from jax.experimental import multihost_utils
 
 from mtuner_jax import sizes
+from mtuner_jax.configs import ConfigError
 from mtuner_jax.engines import compiling, elastic_step, profile_guided
 from mtuner_jax.engines.states import Batch, Params, StepMetrics, TrainState
 from mtuner_jax.ops import losses
@@ -24,6 +26,26 @@ from mtuner_jax.ops import losses
 _logger = logging.getLogger(__name__)
 MAX_REPLANS = 3
 _UNKNOWN_SHARE = 0.05  # of the budget, where an allocation failed
+
+
+class OverBudgetError(ConfigError):
+    """A compiled step that takes more than the budget, where that is to stop a run.
+
+    Attributes:
+      missing_bytes: By which it exceeds the budget, per device.
+    """
+
+    def __init__(self, needed_bytes: int, budget_bytes: int):
+        self.missing_bytes = needed_bytes - budget_bytes
+        super().__init__(
+            f"strict_plan: the compiled step takes {needed_bytes:,} bytes per device, "
+            f"{self.missing_bytes:,} more than the budget; raise memory_budget, or "
+            "leave strict_plan=false to have it planned again"
+        )
+
+
+class OutOfMemoryError(ConfigError):
+    """An allocation failed on a device, and no smaller plan may take over."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +77,12 @@ class Setup:
 
 
 class Executor:
-    """Runs steps of one setup, and of the next one if that needs too much memory."""
+    """Runs steps of one setup, and of the next one if that needs too much memory.
+
+    Attributes:
+      refusal: Why the run should end after the step that was just done, which is
+        good; None while it may go on.
+    """
 
     def __init__(
         self,
@@ -63,6 +90,7 @@ class Executor:
         *,
         budget_bytes: int,
         rebuild: Callable[[int], Setup] | None,
+        strict: bool = False,
     ):
         """Takes over a setup.
 
@@ -71,12 +99,17 @@ class Executor:
           budget_bytes: That a compiled step may take on a device; 0 checks nothing.
           rebuild: Missing bytes -> a setup that needs that much less; None where the
             plan is the user's own.
+          strict: Refuse a step that exceeds the budget, where nothing is rebuilt.
         """
         self._setup = setup
         self._budget_bytes = budget_bytes
         self._rebuild = rebuild
+        self._strict = strict
         self._replans = 0
+        self._done: int | None = None  # optimizer steps
         self._proven: jax.stages.Compiled | None = None
+        self._evaluated: Programs | None = None
+        self.refusal: OverBudgetError | None = None
 
     @property
     def programs(self) -> Programs:
@@ -87,33 +120,51 @@ class Executor:
         """One optimizer step on a global batch; `state` is donated.
 
         Raises:
-          jax.errors.JaxRuntimeError: Out of memory, and no smaller plan may be tried.
+          OutOfMemoryError: No smaller plan may be tried.
         """
         host: TrainState | None = None
+        if self._done is None:
+            self._done = int(state.step)
         while True:
             step = self.programs.train
             compiled = step.compiled
             new = compiled is None or compiled is not self._proven
-            watched = new and self._rebuild is not None
-            if watched and host is None:
+            if new and self._rebuild is not None and host is None:
                 host = _to_host(state)
             try:
                 results = self._run(state, rows)
-                results = jax.block_until_ready(results) if watched else results
+                results = jax.block_until_ready(results) if new else results
             except jax.errors.JaxRuntimeError as error:
-                if host is None or not self._may_mend(error):
+                if not _is_out_of_memory(error):
                     raise
+                if host is None or not self._may_mend():
+                    raise self._out_of_memory(rows, f"step {self._done + 1}") from error
                 missing = int(_UNKNOWN_SHARE * self._budget_bytes)
                 state = self._mend(host, missing, "an allocation failed")
                 continue
             self._proven = compiled
+            self._done += 1
             return self._check(results) if step.compiled is not compiled else results
 
     def evaluate(self, state: TrainState, rows: Batch) -> losses.TokenLoss:
-        """Sums over a batch, on their way."""
+        """Sums over a batch, on their way.
+
+        Raises:
+          OutOfMemoryError: The evaluation needs more memory than there is.
+        """
         programs = self.programs
         batch = _put(programs.spec, rows)
-        return programs.evaluate(state.adapters, self._setup.weights, batch)
+        try:
+            sums = programs.evaluate(state.adapters, self._setup.weights, batch)
+            if programs is not self._evaluated:
+                sums = jax.block_until_ready(sums)
+        except jax.errors.JaxRuntimeError as error:
+            if not _is_out_of_memory(error):
+                raise
+            where = f"the evaluation after step {self._done or 0}"
+            raise self._out_of_memory(rows, where) from error
+        self._evaluated = programs
+        return sums
 
     def _run(self, state, rows):
         programs = self.programs
@@ -128,19 +179,24 @@ class Executor:
         """Compares what was compiled anew with the budget."""
         state, metrics = results
         compiled = self.programs.train.compiled
-        if compiled is None or not self._budget_bytes or self._rebuild is None:
+        if compiled is None or not self._budget_bytes:
             return results
-        missing = compiling.compiled_bytes(compiled).total - self._budget_bytes
-        if missing > 0 and self._replans < MAX_REPLANS:
+        needed = compiling.compiled_bytes(compiled).total
+        missing = needed - self._budget_bytes
+        if missing <= 0:
+            return results
+        if self._rebuild is not None and self._replans < MAX_REPLANS:
             why = f"compiled again it takes {sizes.gib(missing)} more than the budget"
             state = self._mend(_to_host(state), missing, why)
+        elif self._strict:
+            self.refusal = OverBudgetError(needed, self._budget_bytes)
+        else:
+            warn_over_budget(needed, self._budget_bytes)
         return state, metrics
 
-    def _may_mend(self, error: Exception) -> bool:
-        out_of_memory = "RESOURCE_EXHAUSTED" in str(error)
+    def _may_mend(self) -> bool:
         # Several processes need not fail together, and would wait for each other.
-        alone = jax.process_count() == 1
-        return out_of_memory and alone and self._replans < MAX_REPLANS
+        return jax.process_count() == 1 and self._replans < MAX_REPLANS
 
     def _mend(self, host: TrainState, missing_bytes: int, why: str) -> TrainState:
         """Another setup for the same state."""
@@ -152,6 +208,46 @@ class Executor:
         self._proven = None
         self._setup = self._rebuild(missing_bytes)
         return _to_devices(host, self.programs.state_shardings)
+
+    def _out_of_memory(self, rows: Batch, where: str) -> OutOfMemoryError:
+        """The error for an allocation that failed for good."""
+        plan, compiled = self.programs.spec.plan, self.programs.train.compiled
+        if self._rebuild is None:
+            advice = (
+                "use --plan auto without strict_plan, which plans again with less, or "
+                "lower per_device_train_batch_size or max_length, or set "
+                "gradient_checkpointing=true"
+            )
+        else:
+            advice = "lower memory_budget, max_length or lora.r"
+        parts = [
+            f"out of memory in {where}: the plan runs {plan.microbatch} rows of "
+            f"{rows.input_ids.shape[-1]:,} tokens on a device at once"
+        ]
+        if compiled is not None:
+            needed = compiling.compiled_bytes(compiled).total
+            parts.append(f"its compiled step takes {needed:,} bytes per device")
+        if self._budget_bytes:
+            parts.append(f"the budget is {self._budget_bytes:,}")
+        if self._replans:
+            parts.append(f"the plan was changed {self._replans} times")
+        return OutOfMemoryError(f"{', '.join(parts)}; {advice}")
+
+
+def warn_over_budget(needed_bytes: int, budget_bytes: int) -> None:
+    """Says that a compiled step exceeds the budget and runs nevertheless."""
+    _logger.warning(
+        "the compiled step takes %s bytes per device, %s more than the budget of %s: "
+        "it may run out of memory; --plan auto with a smaller memory_budget leaves "
+        "more room",
+        f"{needed_bytes:,}",
+        f"{needed_bytes - budget_bytes:,}",
+        f"{budget_bytes:,}",
+    )
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return "RESOURCE_EXHAUSTED" in str(error)
 
 
 def _put(spec: elastic_step.StepSpec, rows: Batch) -> Batch:

@@ -76,6 +76,9 @@ class Loop:
         Raises:
           NonFiniteError: A loss or gradient is NaN or infinite; the step is not saved.
           SaveError: A checkpoint could not be written.
+          OverBudgetError: A step compiled again exceeds the budget, with
+            `strict_plan`; what was done is saved.
+          OutOfMemoryError: See `Executor.train`.
         """
         config, first = self._config, int(state.step)
         if config.eval_on_start and first == 0:
@@ -87,9 +90,12 @@ class Loop:
             if last or _due(step, config.eval_steps):
                 self._flush(reporter)
                 self._evaluate(state, reporter, step=step)
-            if last or _due(step, config.save_steps):
+            refusal = None if last else self._executor.refusal
+            if last or refusal or _due(step, config.save_steps):
                 self._flush(reporter)
                 self._save(state, step=step)
+            if refusal is not None:
+                raise refusal
             self._keeper.checkpoints.poll()
         return state
 
