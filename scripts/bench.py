@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import llama, llama_sizes
+from models import llama, llama_configs, llama_sizes
 from mtuner_jax import accelerators, meshes, platforms, sizes
 from mtuner_jax.adapters import lora
 from mtuner_jax.configs import ConfigError, LoraConfig, OptimizerConfig, Platform
@@ -127,14 +127,10 @@ def implementation_of(args: argparse.Namespace, place: Place) -> str:
     )
 
 
-def make_inputs(
+def asked(
     args: argparse.Namespace, model: llama.Llama, place: Place
-) -> planning_inputs.Inputs:
-    """What search and prediction take.
-
-    Raises:
-      ConfigError: Nothing is known of the machine, or a budget that cannot be.
-    """
+) -> tuple[llama_configs.LlamaConfig, planning_inputs.Request]:
+    """What `planning_inputs` makes workloads and inputs of."""
     product = args.microbatch * args.accumulation * place.mesh.size
     request = planning_inputs.Request(
         name=args.model,
@@ -149,7 +145,7 @@ def make_inputs(
         memory_fraction=place.memory_fraction,
         device_kind=place.mesh.devices.flat[0].device_kind if place.on_gpu else "",
     )
-    return planning_inputs.make(model.config, request)
+    return model.config, request
 
 
 def predict(
@@ -162,7 +158,7 @@ def predict(
         print("no prediction: virtual CPU devices have no preset; --hardware names one")
         return {}
     try:
-        inputs = make_inputs(args, spec.model, place)
+        inputs = planning_inputs.make(*asked(args, spec.model, place))
     except ConfigError as error:
         if not automatic or args.memory_budget:
             raise
@@ -179,10 +175,13 @@ def predict(
 def make_plan(args: argparse.Namespace, model: llama.Llama, place: Place) -> plans.Plan:
     """The plan that was searched, by name, by flags, or from a file."""
     mesh = place.mesh
+    workload = planning_inputs.make_workload(*asked(args, model, place))
+    mesh_sizes = tuple(mesh.devices.shape)
     if args.plan.endswith(".json"):
-        return plans.read(pathlib.Path(args.plan))
+        return planning_inputs.read_plan(args.plan, workload, mesh_sizes)
     if args.plan == "auto":
-        report = planning_inputs.search_plan(make_inputs(args, model, place))
+        inputs = planning_inputs.make(*asked(args, model, place))
+        report = planning_inputs.search_plan(inputs)
         print(reports.text(report), flush=True)
         return report.plan
     settings = {
@@ -192,11 +191,12 @@ def make_plan(args: argparse.Namespace, model: llama.Llama, place: Place) -> pla
         "embedding": args.embedding,
         "head": args.head,
         "weight_dtype": args.dtype,
+        "model": workload.shape_name,
     }
     plan = plans.static(
         name=args.plan,
         num_layers=model.num_layers,
-        mesh_sizes=tuple(mesh.devices.shape),
+        mesh_sizes=mesh_sizes,
         rows=(args.microbatch, args.accumulation),
         **settings,
     )

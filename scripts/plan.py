@@ -131,11 +131,7 @@ def make_report(config: PlanConfig, inputs: planning_inputs.Inputs) -> reports.R
     """Searches, or prices the plan of a file."""
     if config.plan == "auto":
         return planning_inputs.search_plan(inputs)
-    path = pathlib.Path(config.plan)
-    if not path.is_file():
-        raise ConfigError(f"plan={config.plan!r}: no such file")
-    plan = plans.read(path)
-    planning_inputs.check_plan(plan, inputs, origin=config.plan)
+    plan = planning_inputs.read_plan(config.plan, inputs.workload, inputs.mesh_sizes)
     return planning_inputs.compared(planning_inputs.price(plan, inputs))
 
 

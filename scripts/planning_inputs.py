@@ -17,6 +17,7 @@ from mtuner_jax.configs import ConfigError, LoraConfig
 from mtuner_jax.planning import hardware as machines
 from mtuner_jax.planning import (
     memory_model,
+    plans,
     reports,
     search,
     static_plans,
@@ -103,6 +104,20 @@ def make(config: llama_configs.LlamaConfig, request: Request) -> Inputs:
     )
     if request.memory_fraction:
         machine = dataclasses.replace(machine, pool_fraction=request.memory_fraction)
+    return Inputs(
+        workload=make_workload(config, request),
+        hardware=machine,
+        mesh_sizes=mesh_sizes,
+        budget_bytes=budget_bytes(machine, request.memory_budget),
+    )
+
+
+def make_workload(config: llama_configs.LlamaConfig, request: Request) -> Workload:
+    """Joins model, adapters and batch, whatever the machine.
+
+    Raises:
+      ConfigError: Target modules that the model does not have.
+    """
     workload = sizing.workload(
         config,
         adapters(config, request.lora),
@@ -111,12 +126,7 @@ def make(config: llama_configs.LlamaConfig, request: Request) -> Inputs:
         dtype=request.dtype,
         attention=request.attention,
     )
-    return Inputs(
-        workload=dataclasses.replace(workload, dropout=request.lora.lora_dropout > 0),
-        hardware=machine,
-        mesh_sizes=mesh_sizes,
-        budget_bytes=budget_bytes(machine, request.memory_budget),
-    )
+    return dataclasses.replace(workload, dropout=request.lora.lora_dropout > 0)
 
 
 def adapters(
@@ -185,44 +195,55 @@ def shape(model: str) -> llama_configs.LlamaConfig:
         raise ConfigError(f"model={model!r}: {error}") from error
 
 
-def check_plan(plan: Plan, inputs: Inputs, *, origin: str) -> None:
-    """Refuses a plan that was made for something else.
+def read_plan(name: str, workload: Workload, mesh_sizes: tuple[int, ...]) -> Plan:
+    """Reads a plan's file and refuses one that was made for something else.
 
     Args:
-      plan: The plan.
-      inputs: What it has to fit.
-      origin: Its file, for the message.
+      name: Of the file.
+      workload: What the plan has to fit.
+      mesh_sizes: Devices along each axis of the mesh it has to fit.
 
     Raises:
-      ConfigError: Another number of layers, another mesh, too few rows or another
-        dtype.
+      ConfigError: No such file, no plan, one for another model or mesh, of too few
+        rows, or of another dtype.
     """
-    workload = inputs.workload
-    if plan.num_layers != workload.num_layers:
-        raise ConfigError(
-            f"plan {origin} has {plan.num_layers} layers, {workload.model} "
-            f"{workload.num_layers}; plan again for this model"
-        )
-    if plan.mesh_sizes != inputs.mesh_sizes:
+    path = pathlib.Path(name)
+    if not path.is_file():
+        raise ConfigError(f"plan={name!r}: no such file")
+    plan = plans.read(path)
+    _check_model(plan, workload, name)
+    if plan.mesh_sizes != mesh_sizes:
         asked, found = (
-            "x".join(map(str, axes)) for axes in (inputs.mesh_sizes, plan.mesh_sizes)
+            "x".join(map(str, axes)) for axes in (mesh_sizes, plan.mesh_sizes)
         )
         raise ConfigError(
-            f"plan {origin} is for mesh {found}, this one is {asked}; plan again for "
+            f"plan {name} is for mesh {found}, this one is {asked}; plan again for "
             f"this mesh, or --mesh {found}"
         )
     if plan.rows < workload.global_batch_size:
         raise ConfigError(
-            f"plan {origin} runs {plan.rows} rows a step, global_batch_size is "
+            f"plan {name} runs {plan.rows} rows a step, the global batch is "
             f"{workload.global_batch_size}; plan again, or --global_batch_size "
             f"{plan.rows}"
         )
-    element_bytes = {"bfloat16": 2, "float32": 4}.get(plan.weight_dtype)
-    if element_bytes != workload.element_bytes:
+    if plan.weight_dtype != workload.dtype:
         raise ConfigError(
-            f"plan {origin} is for weights in {plan.weight_dtype}, which are not "
-            f"{workload.element_bytes} bytes wide; --dtype {plan.weight_dtype}, or "
-            "plan again"
+            f"plan {name} is for weights in {plan.weight_dtype}, not "
+            f"{workload.dtype}; --dtype {plan.weight_dtype}, or plan again"
+        )
+    return plan
+
+
+def _check_model(plan, workload, name):
+    if plan.num_layers != workload.num_layers:
+        raise ConfigError(
+            f"plan {name} has {plan.num_layers} layers, {workload.model} "
+            f"{workload.num_layers}; plan again for this model"
+        )
+    if plan.model not in ("", workload.shape_name):
+        raise ConfigError(
+            f"plan {name} is for a model of {plan.model}, {workload.model} is one of "
+            f"{workload.shape_name}; plan again for this model"
         )
 
 

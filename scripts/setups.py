@@ -84,6 +84,7 @@ class Builder:
       job: What is built.
       model: The decoder.
       adapters: Which linears have adapters of which rank.
+      workload: Sizes of model, adapters and batch.
       inputs: What the plan is priced by; None where the machine's figures are unknown
         and the plan needs none.
     """
@@ -103,7 +104,9 @@ class Builder:
         self.adapters = lora.resolve(
             config.lora, self.model.linears(), num_layers=self.model.num_layers
         )
-        self.inputs = self._price(implementation)
+        request = self._request(implementation)
+        self.workload = planning_inputs.make_workload(job.opened.config, request)
+        self.inputs = self._price(request)
         self._missing_bytes = 0
         self._expected = "not priced"
         _logger.info("model %s: %s", job.opened.name, job.opened.path)
@@ -166,9 +169,9 @@ class Builder:
         )
         return executors.Setup(programs=programs, weights=weights, arenas=arenas)
 
-    def _price(self, implementation):
+    def _request(self, implementation):
         job, config = self.job, self.job.config
-        request = planning_inputs.Request(
+        return planning_inputs.Request(
             name=job.opened.name,
             mesh=job.mesh_spec,
             global_batch_size=job.rows,
@@ -181,8 +184,11 @@ class Builder:
             memory_fraction=job.memory_fraction,
             device_kind=job.mesh.devices.flat[0].device_kind if job.on_gpu else "",
         )
+
+    def _price(self, request):
+        config = self.job.config
         try:
-            return planning_inputs.make(job.opened.config, request)
+            return planning_inputs.make(self.job.opened.config, request)
         except ConfigError as error:
             if config.plan == "auto" or config.hardware != "auto":
                 raise
@@ -229,14 +235,8 @@ class Builder:
         """The plan by name, or from a file."""
         config, mesh = self.job.config, self.job.mesh
         if config.plan.endswith(".json"):
-            plan = plans.read(pathlib.Path(config.plan))
-            if plan.rows < self.job.rows:
-                raise ConfigError(
-                    f"plan {config.plan} runs {plan.rows} rows a step, the global "
-                    f"batch is {self.job.rows}; plan again, or set "
-                    f"global_batch_size={plan.rows}"
-                )
-            return plan
+            mesh_sizes = tuple(mesh.devices.shape)
+            return planning_inputs.read_plan(config.plan, self.workload, mesh_sizes)
         per_device = -(-self.job.rows // mesh.size)
         microbatch = min(config.per_device_train_batch_size, per_device)
         saved = (
@@ -261,6 +261,7 @@ class Builder:
                 else plans.Table.GATHERED
             ),
             weight_dtype=self.job.dtype,
+            model=self.workload.shape_name,
         )
 
     def _write(self, plan: str, played: str | None) -> None:

@@ -16,7 +16,7 @@ from mtuner_jax.planning import memory_model, time_model
 from mtuner_jax.planning.hardware import Hardware
 from mtuner_jax.planning.memory_model import StepChoices
 from mtuner_jax.planning.options import Options
-from mtuner_jax.planning.plans import AdapterState, Table
+from mtuner_jax.planning.plans import AdapterState, Plan, SegmentPlan, Table
 from mtuner_jax.planning.workloads import Workload
 
 _POINTER_BYTES = 8
@@ -42,6 +42,30 @@ class Frame:
     floor_bytes: int
     boundary_bytes: int
     seconds: float
+
+    def plan(
+        self,
+        workload: Workload,
+        segments: tuple[SegmentPlan, ...],
+        *,
+        tail_layers: int = 0,
+    ) -> Plan:
+        """The frame with its layers."""
+        chosen = self.chosen
+        return Plan(
+            mesh_sizes=chosen.mesh_sizes,
+            segments=segments,
+            microbatch=chosen.microbatch,
+            accumulation=chosen.accumulation,
+            tail_layers=tail_layers,
+            tail_chunks=chosen.tail_chunks,
+            embedding=chosen.embedding,
+            head=chosen.head,
+            adapters=chosen.adapters,
+            weight_dtype=workload.dtype,
+            merge_gathers=self.merge_gathers,
+            model=workload.shape_name,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -110,6 +110,8 @@ class Plan:
       adapters: Where adapters and moments are.
       weight_dtype: Stored dtype of the frozen weights.
       merge_gathers: Let one collective gather all weights of a layer.
+      model: Shape of the model it is for, as `workloads.Workload.shape_name` says it;
+        empty fits any model of so many layers.
     """
 
     mesh_sizes: tuple[int, ...]
@@ -123,6 +125,7 @@ class Plan:
     adapters: AdapterState = AdapterState.REPLICATED
     weight_dtype: str = "bfloat16"
     merge_gathers: bool = False
+    model: str = ""
 
     def __post_init__(self):
         if not self.segments:

@@ -38,9 +38,6 @@ from mtuner_jax.planning.workloads import Workload
 SEGMENT_SHARE = 0.002
 _SAMPLES = 8  # cases of a frame whose prices bound all of them
 _SAME = 1e-9  # times that differ by less are equal
-_DTYPES = {2: "bfloat16", 4: "float32", 8: "float64"}
-
-
 _HIDDEN = 0.02  # a smaller share of exposed communication binds nothing
 _WORTH = 0.01  # a smaller share of a step is not worth more memory
 _UNLIMITED_BYTES = 2**50
@@ -324,25 +321,12 @@ class Searcher:
             dataclasses.replace(main[option], num_layers=count)
             for option, count in zip(filling.sequence, filling.counts, strict=True)
         ]
-        chosen = frame.chosen
         if place.tail_layers:
-            rows = chosen.microbatch // chosen.tail_chunks
+            rows = frame.chosen.microbatch // frame.chosen.tail_chunks
             tail = self.filler(rows, merge_gathers=frame.merge_gathers).options
             segment: SegmentPlan = tail.segments[place.option]
             parts.append(dataclasses.replace(segment, num_layers=place.tail_layers))
-        return Plan(
-            mesh_sizes=self.mesh_sizes,
-            segments=tuple(parts),
-            microbatch=chosen.microbatch,
-            accumulation=chosen.accumulation,
-            tail_layers=place.tail_layers,
-            tail_chunks=chosen.tail_chunks,
-            embedding=chosen.embedding,
-            head=chosen.head,
-            adapters=chosen.adapters,
-            weight_dtype=_DTYPES[self.workload.element_bytes],
-            merge_gathers=frame.merge_gathers,
-        )
+        return frame.plan(self.workload, tuple(parts), tail_layers=place.tail_layers)
 
 
 class _Places(NamedTuple):

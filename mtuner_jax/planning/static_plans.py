@@ -15,8 +15,6 @@ from mtuner_jax.planning.hardware import Hardware
 from mtuner_jax.planning.plans import Plan, Saved, SegmentPlan
 from mtuner_jax.planning.workloads import Workload
 
-_DTYPES = {2: "bfloat16", 4: "float32", 8: "float64"}
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Static:
@@ -114,22 +112,12 @@ def _variants(layer, priced) -> Iterator[tuple[float, Plan]]:
 
 
 def _plan(workload, frame, layer, saved):
-    chosen = frame.chosen
-    gathers = layer.rest_axes < len(chosen.mesh_sizes)
+    mesh_sizes = frame.chosen.mesh_sizes
+    gathers = layer.rest_axes < len(mesh_sizes)
     segment = dataclasses.replace(
         layer,
         num_layers=workload.num_layers,
         saved=saved,
-        prefetch=gathers and math.prod(chosen.mesh_sizes) > 1,
+        prefetch=gathers and math.prod(mesh_sizes) > 1,
     )
-    return Plan(
-        mesh_sizes=chosen.mesh_sizes,
-        segments=(segment,),
-        microbatch=chosen.microbatch,
-        accumulation=chosen.accumulation,
-        embedding=chosen.embedding,
-        head=chosen.head,
-        adapters=chosen.adapters,
-        weight_dtype=_DTYPES[workload.element_bytes],
-        merge_gathers=frame.merge_gathers,
-    )
+    return frame.plan(workload, (segment,))

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+_DTYPES = {2: "bfloat16", 4: "float32", 8: "float64"}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Linear:
@@ -63,6 +65,30 @@ class Workload:
     def intermediate_size(self) -> int:
         """Width of the feed-forward part (F)."""
         return max(linear.out_dim for linear in self.linears)
+
+    @property
+    def shape_name(self) -> str:
+        """Its sizes in a line: what a plan is for, whatever the model's name.
+
+        Such as `L32 D4096 F11008 N32 K32 H128 V32000`, by the letters above; `tied`
+        behind it where one table serves as input and output.
+        """
+        sizes = {
+            "L": self.num_layers,
+            "D": self.hidden_size,
+            "F": self.intermediate_size,
+            "N": self.num_heads,
+            "K": self.num_kv_heads,
+            "H": self.head_dim,
+            "V": self.vocab_size,
+        }
+        words = [f"{letter}{size}" for letter, size in sizes.items()]
+        return " ".join([*words, "tied"] if self.tied_embeddings else words)
+
+    @property
+    def dtype(self) -> str:
+        """Of a stored weight and of an activation, by name."""
+        return _DTYPES[self.element_bytes]
 
     @property
     def layer_weight_bytes(self) -> int:

@@ -154,6 +154,7 @@ def test_json_is_what_the_format_says():
         "adapters": "replicated",
         "weight_dtype": "bfloat16",
         "merge_gathers": False,
+        "model": "",
     }
     assert list(content) == sorted(content)
     assert list(content["segments"][0]) == sorted(segment)
@@ -192,6 +193,7 @@ def any_plan(draw):
         adapters=draw(st.sampled_from(AdapterState)),
         weight_dtype=draw(st.sampled_from(["bfloat16", "float32"])),
         merge_gathers=draw(st.booleans()),
+        model=draw(st.sampled_from(["", "L32 D4096 F11008 N32 K32 H128 V32000"])),
     )
 
 
@@ -209,6 +211,11 @@ def test_a_file_is_read(tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(plans.to_json(MIXED))
     assert plans.read(path) == MIXED
+
+
+def test_a_file_from_before_plans_named_their_model_fits_any():
+    assert plans.from_json(without("model")) == MIXED
+    assert not MIXED.model
 
 
 def changed(**fields):

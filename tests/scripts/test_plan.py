@@ -153,8 +153,13 @@ def test_a_plan_of_another_model_mesh_batch_or_version_is_refused(
     for changes, text in (
         ({"num_layers": 5}, "has 5 layers, .* 4; plan again for this model"),
         ({"mesh_sizes": (2, 4)}, "is for mesh 2x4, this one is 2x2x2"),
-        ({"rows": (1, 1)}, "runs 8 rows a step, global_batch_size is 16"),
-        ({"weight_dtype": "float32"}, "is for weights in float32"),
+        ({"rows": (1, 1)}, "runs 8 rows a step, the global batch is 16"),
+        ({"weight_dtype": "float32"}, "is for weights in float32, not bfloat16"),
+        (
+            {"model": "L4 D256 F512 N4 K4 H64 V2048"},
+            "is for a model of L4 D256 F512 N4 K4 H64 V2048, .*tiny is one of "
+            "L4 D256 F512 N4 K2 H64 V2048; plan again for this model",
+        ),
     ):
         static_file(path, **changes)
         assert run("--model", folder, *SMALL_STEP, "--plan", path) == 2

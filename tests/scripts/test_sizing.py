@@ -34,3 +34,22 @@ def test_workload_has_the_models_sizes(name):
     assert layer == sum(leaves)
     assert workload.num_adapter_weights == lora.num_parameters(adapters)
     assert workload.intermediate_size == config.intermediate_size
+    assert workload.shape_name.endswith(" tied") == config.tie_word_embeddings
+
+
+def test_shapes_tell_models_of_as_many_layers_apart():
+    names = {
+        name: sizing.workload(
+            llama_sizes.SIZES[name],
+            (),
+            name=name,
+            rows=(8, 64),
+            dtype="bfloat16",
+            attention="xla",
+        ).shape_name
+        for name in ("llama2-7b", "llama3.1-8b")
+    }
+    assert names == {
+        "llama2-7b": "L32 D4096 F11008 N32 K32 H128 V32000",
+        "llama3.1-8b": "L32 D4096 F14336 N32 K8 H128 V128256",
+    }

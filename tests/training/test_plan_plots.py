@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from mtuner_jax import meshes
-from mtuner_jax.planning import memory_model, plans, timeline
+from mtuner_jax.planning import memory_model, timeline
 from mtuner_jax.planning.plans import Saved
 from mtuner_jax.training import plan_pictures, plan_plots
 from scripts import planning_inputs
@@ -46,7 +46,6 @@ def test_the_title_says_what_it_is_and_that_it_is_predicted():
 
 def test_the_documented_plan_shows_all_four_actions(tmp_path):
     """As docs/elastic.md draws and explains it."""
-    plan = plans.read(DOCUMENTED)
     inputs = planning_inputs.make(
         planning_inputs.shape("llama2-13b"),
         planning_inputs.Request(
@@ -57,7 +56,9 @@ def test_the_documented_plan_shows_all_four_actions(tmp_path):
             memory_budget=20.0,
         ),
     )
-    planning_inputs.check_plan(plan, inputs, origin=DOCUMENTED.name)
+    plan = planning_inputs.read_plan(
+        str(DOCUMENTED), inputs.workload, inputs.mesh_sizes
+    )
     played = timeline.replay(plan, inputs.workload, inputs.hardware)
     shown = plan_pictures.picture(plan, played)
     allocated = memory_model.forecast(plan, inputs.workload).total_bytes
