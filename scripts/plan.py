@@ -201,7 +201,7 @@ def prepare_verify(hardware: Hardware, implementation: str) -> None:
     Raises:
       ConfigError: A card that XLA was not told about, or wheels that are missing.
     """
-    find_target(hardware)
+    aot.target_of(hardware.device)
     platforms.prepare_cpu(1)
     reason = aot.unavailable_reason()
     if reason:
@@ -220,7 +220,7 @@ def verify(
     implementation: str,
 ) -> reports.Compiled:
     """Compiles the plan's step for the machine's GPUs without having them."""
-    target = find_target(report.hardware)
+    target = aot.target_of(report.hardware.device)
     plan = report.plan
     spec = elastic_step.StepSpec(
         model=llama.Llama(shape, attention_implementation=implementation),
@@ -242,23 +242,6 @@ def verify(
         temporaries=result.allocated.temporaries,
         cudnn_workspace=result.cudnn_workspace_bytes,
         compile_s=result.compile_s,
-    )
-
-
-def find_target(hardware: Hardware) -> aot.GpuTarget:
-    """What XLA is told about the machine's cards.
-
-    Raises:
-      ConfigError: Nothing is known; names the cards that can be compiled for.
-    """
-    target = aot.target_of(hardware.device)
-    if target is not None:
-        return target
-    known = ", ".join(target.device for target in aot.TARGETS.values())
-    raise ConfigError(
-        f"verify: hardware {hardware.name} is made of {hardware.device}, for which "
-        f"there is no compile-only target; there are targets for {known}. Choose such "
-        "a --mesh or --hardware, or leave --verify out"
     )
 
 

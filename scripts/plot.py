@@ -13,7 +13,7 @@ import pathlib
 import sys
 
 from mtuner_jax.configs import ConfigError
-from mtuner_jax.planning import plans
+from mtuner_jax.planning import plans, timeline
 from mtuner_jax.training import loss_plots, metrics, plan_pictures, plan_plots
 
 
@@ -65,11 +65,11 @@ def draw_plan(run: pathlib.Path, *, microbatch: int | None) -> None:
         print(f"no picture of a plan: {run} has no {' and no '.join(missing)}")
         return
     plan = plans.read(run / "plan.json")
-    timeline = plan_pictures.read_timeline(run / "timeline.json")
+    played = timeline.read(run / "timeline.json")
     plan_plots.write(
         run / "plan.png",
-        plan_pictures.picture(plan, timeline, microbatch=microbatch),
-        title=plan_pictures.headline(str(run), plan, timeline),
+        plan_pictures.picture(plan, played, microbatch=microbatch),
+        title=plan_pictures.headline(str(run), plan, played),
     )
     print(f"wrote {run / 'plan.png'}")
 

@@ -328,13 +328,12 @@ class Builder:
             return compiling.compiled_bytes(compiled).total
         if not job.config.verify_plan:
             return None
-        target = aot.target_of(hardware.device)
-        reason = aot.unavailable_reason()
-        if target is None or reason:
-            reason = reason or f"{hardware.device} is no compile-only target"
-            _logger.info("memory was not checked by compiling: %s", reason)
+        try:
+            target = aot.target_of(hardware.device)
+            mesh = aot.topology_mesh(target, programs.spec.plan.mesh_sizes)
+        except ConfigError as error:
+            _logger.info("memory was not checked by compiling: %s", error)
             return None
-        mesh = aot.topology_mesh(target, programs.spec.plan.mesh_sizes)
         result = aot.compile_train(
             dataclasses.replace(programs.spec, mesh=mesh),
             job.optimizer,

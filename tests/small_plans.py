@@ -1,8 +1,62 @@
-"""A plan that uses most of what plans can say, for a model of four small layers."""
+"""Workloads of decoders, and a plan that uses most of what plans can say."""
 
 from mtuner_jax.planning import hardware, plans, timeline, workloads
 from mtuner_jax.planning.plans import SegmentPlan
 
+HEAD_DIM = 128
+
+
+def decoder(
+    *, num_layers, widths, heads, ranks=16, rows=(8, 4096), vocab_size=32000, **settings
+):
+    """A workload of Llama's seven linears.
+
+    Args:
+      num_layers: Layers.
+      widths: (of the residual stream, of the feed-forward part).
+      heads: (of queries, of keys and values), of 128 features.
+      ranks: Of all adapters, or by linear.
+      rows: (rows in an optimizer step, tokens in a row).
+      vocab_size: Rows of a table.
+      **settings: Further fields of `Workload`.
+    """
+    width, wide = widths
+    query, key = (HEAD_DIM * number for number in heads)
+    dims = {
+        "q_proj": (width, query),
+        "k_proj": (width, key),
+        "v_proj": (width, key),
+        "o_proj": (query, width),
+        "gate_proj": (width, wide),
+        "up_proj": (width, wide),
+        "down_proj": (wide, width),
+    }
+    if isinstance(ranks, int):
+        ranks = dict.fromkeys(dims, ranks)
+    fields = {
+        "model": "decoder",
+        "num_layers": num_layers,
+        "hidden_size": width,
+        "num_heads": heads[0],
+        "num_kv_heads": heads[1],
+        "head_dim": HEAD_DIM,
+        "vocab_size": vocab_size,
+        "tied_embeddings": False,
+        "linears": tuple(
+            workloads.Linear(
+                name=name, in_dim=ins, out_dim=outs, rank=ranks.get(name, 0)
+            )
+            for name, (ins, outs) in dims.items()
+        ),
+        "replicated_layer_weights": 2 * width,
+        "max_length": rows[1],
+        "global_batch_size": rows[0],
+    }
+    return workloads.Workload(**{**fields, **settings})
+
+
+SEVEN = {"widths": (4096, 11008), "heads": (32, 32)}  # Llama-2 7B's
+# Four small layers.
 WIDTH, WIDE = 512, 1024
 LINEARS = {"q_proj": (WIDTH, WIDTH), "down_proj": (WIDE, WIDTH)}
 WORKLOAD = workloads.Workload(

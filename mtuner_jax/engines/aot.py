@@ -126,10 +126,20 @@ class CompileOnly:
     compile_s: float
 
 
-def target_of(device_kind: str) -> GpuTarget | None:
-    """The target for a card, by the name that JAX gives it."""
-    same = [t for t in TARGETS.values() if t.device.lower() == device_kind.lower()]
-    return same[0] if same else None
+def target_of(device_kind: str) -> GpuTarget:
+    """The target for a card, by the name that JAX gives it.
+
+    Raises:
+      ConfigError: Nothing is known of it; names the cards that can be compiled for.
+    """
+    targets = {target.device.lower(): target for target in TARGETS.values()}
+    if device_kind.lower() in targets:
+        return targets[device_kind.lower()]
+    known = ", ".join(target.device for target in targets.values())
+    raise ConfigError(
+        f"there is no compile-only target for {device_kind}; there are targets for "
+        f"{known}. Choose such a --mesh or --hardware"
+    )
 
 
 def unavailable_reason() -> str:

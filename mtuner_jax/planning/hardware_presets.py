@@ -6,8 +6,6 @@ machine itself (`scripts/calibrate.py`) replaces all of a preset's figures.
 
 import dataclasses
 
-from mtuner_jax.configs import ConfigError
-
 GB = 10**9
 GIB = 2**30
 RESERVE_BYTES = GIB // 2
@@ -19,6 +17,7 @@ _POOL = "the share that train.py leaves XLA's allocator by default"
 _KERNEL = "assumed: the order of a launch on any recent card"
 _CURVE = "assumed: fewer tokens reach less, by tiles left idle"
 _ELEMENTWISE = "assumed: 85 % of the data sheet's"
+_TWO_THIRDS = "assumed: two thirds of the matmul rate"
 _GEN4 = "assumed: PCIe 4.0 x16 carries 31.5 GB/s, copies usually reach 22"
 _BESIDE = "assumed: NCCL's kernels take some multiprocessors and memory bandwidth"
 
@@ -51,30 +50,29 @@ class Card:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Box:
-    """Equal cards and what links them.
+    """Equal cards and what links them: two devices along each axis.
 
     Attributes:
       card: Which card.
-      mesh_sizes: Devices along each axis, slowest link first.
-      links: (received bytes/s, latency in s) by axis.
+      links: (received bytes/s, latency in s) by axis, slowest first.
       source: Of the links' figures.
       overlap_slowdown: Of computation beside a collective.
-      overlap_source: Of that figure.
     """
 
     card: Card
-    mesh_sizes: tuple[int, ...] = ()
     links: tuple[tuple[float, float], ...] = ()
     source: str = "one card: no link"
     overlap_slowdown: float = 1.0
-    overlap_source: str = "one card: no collective"
 
-    def __post_init__(self):
-        if len(self.links) != len(self.mesh_sizes):
-            raise ConfigError(
-                f"box of {self.card.device}: {len(self.links)} links, "
-                f"{len(self.mesh_sizes)} axes; one link per axis"
-            )
+    @property
+    def mesh_sizes(self) -> tuple[int, ...]:
+        """Devices along each axis."""
+        return (2,) * len(self.links)
+
+    @property
+    def overlap_source(self) -> str:
+        """Of `overlap_slowdown`."""
+        return _BESIDE if self.links else "one card: no collective"
 
 
 def _matmul(large: float, shares: tuple[float, ...]) -> tuple[tuple[int, float], ...]:
@@ -99,7 +97,7 @@ A100_PCIE = Card(
             "assumed: 72 % of the data sheet's 312 TFLOP/s (the PCIe card is held to "
             f"250 W) from 8192 tokens on; {_CURVE}"
         ),
-        "attention_flops_per_s": "assumed: two thirds of the matmul rate",
+        "attention_flops_per_s": _TWO_THIRDS,
         "memory_bytes_per_s": f"{_ELEMENTWISE} 1,555 GB/s",
         "host_bytes_per_s": _GEN4,
     },
@@ -156,7 +154,7 @@ L40S = Card(
             "assumed: 65 % of the data sheet's 362 TFLOP/s (held to 350 W) from 8192 "
             f"tokens on; {_CURVE}"
         ),
-        "attention_flops_per_s": "assumed: two thirds of the matmul rate",
+        "attention_flops_per_s": _TWO_THIRDS,
         "memory_bytes_per_s": f"{_ELEMENTWISE} 864 GB/s",
         "host_bytes_per_s": _GEN4,
     },
@@ -195,88 +193,74 @@ _EIGHT_NVLINK = (
     "benchmark reaches 360 GB/s over eight H100 (NVIDIA/nccl-tests issue 326)"
 )
 
+_BESIDE_PCIE, _BESIDE_NVLINK = 1.05, 1.1
+
+
+def _eight_over_nvlink(card: Card) -> Box:
+    return Box(
+        card=card,
+        links=3 * (_NVLINK,),
+        source=_EIGHT_NVLINK,
+        overlap_slowdown=_BESIDE_NVLINK,
+    )
+
+
 BOXES: dict[str, Box] = {
     "pcie8": Box(
         card=A100_PCIE,
-        mesh_sizes=(2, 2, 2),
         links=((14.0 * GB, 60e-6), (19.5 * GB, 50e-6), (20.0 * GB, 40e-6)),
         source=(
             "reported by the mTuner paper: gathers at ratios 1/8, 1/4, 1/2 reach 16, "
             "26, 40 GB/s; assumed: of output, so that 14, 19.5, 20 GB/s are received "
             "(40 received would exceed PCIe 4.0 x16); assumed: the latencies"
         ),
-        overlap_slowdown=1.05,
-        overlap_source=_BESIDE,
+        overlap_slowdown=_BESIDE_PCIE,
     ),
-    "nvlink8": Box(
-        card=H100_SXM,
-        mesh_sizes=(2, 2, 2),
-        links=(_NVLINK, _NVLINK, _NVLINK),
-        source=_EIGHT_NVLINK,
-        overlap_slowdown=1.1,
-        overlap_source=_BESIDE,
-    ),
+    "nvlink8": _eight_over_nvlink(H100_SXM),
     "nvlink32": Box(
         card=H100_SXM,
-        mesh_sizes=(2, 2, 2, 2, 2),
         links=((160 * GB, 150e-6), (160 * GB, 130e-6), _NVLINK, _NVLINK, _NVLINK),
         source=(
             "between hosts assumed: 8 x 400 Gb/s a host at 46 GB/s each "
             "(NVIDIA/nccl-tests issue 290), of whose sum a gather over all devices "
             f"reaches under a half; within a host {_EIGHT_NVLINK}"
         ),
-        overlap_slowdown=1.1,
-        overlap_source=_BESIDE,
+        overlap_slowdown=_BESIDE_NVLINK,
     ),
     "h200x1": Box(card=H200),
     "h200x2": Box(
         card=H200,
-        mesh_sizes=(2,),
         links=(_NVLINK,),
         source=(
             f"measured on two H200: {_NVLINK_SOURCE}; assumed: 100 us of the "
             "168 us that both imply are the gather's own"
         ),
-        overlap_slowdown=1.1,
-        overlap_source=_BESIDE,
+        overlap_slowdown=_BESIDE_NVLINK,
     ),
     "h200x2-pcie": Box(
         card=H200,
-        mesh_sizes=(2,),
         links=((25 * GB, 150e-6),),
         source=(
             "measured on two H200 with NCCL_P2P_DISABLE=1: 25 GB/s from 64 MiB on; "
             "4 and 16 MiB at 10 and 21 GiB/s imply 220 and 70 us, their mean is taken"
         ),
-        overlap_slowdown=1.05,
-        overlap_source=_BESIDE,
+        overlap_slowdown=_BESIDE_PCIE,
     ),
-    "h200x8": Box(
-        card=H200,
-        mesh_sizes=(2, 2, 2),
-        links=(_NVLINK, _NVLINK, _NVLINK),
-        source=_EIGHT_NVLINK,
-        overlap_slowdown=1.1,
-        overlap_source=_BESIDE,
-    ),
+    "h200x8": _eight_over_nvlink(H200),
     "l40sx8": Box(
         card=L40S,
-        mesh_sizes=(2, 2, 2),
         links=((14 * GB, 60e-6), (19 * GB, 50e-6), (20 * GB, 40e-6)),
         source="assumed: PCIe 4.0 x16 with peer-to-peer, as in pcie8",
-        overlap_slowdown=1.05,
-        overlap_source=_BESIDE,
+        overlap_slowdown=_BESIDE_PCIE,
     ),
     "rtx4090x8": Box(
         card=RTX_4090,
-        mesh_sizes=(2, 2, 2),
         links=((8 * GB, 80e-6), (11 * GB, 60e-6), (16 * GB, 40e-6)),
         source=(
             "assumed: no peer-to-peer, every byte goes through host memory and, over "
             "the first axis, between two CPUs; all-reduces of 8 bytes took 40 us over "
             "eight cards (NVIDIA/nccl issue 1530)"
         ),
-        overlap_slowdown=1.05,
-        overlap_source=_BESIDE,
+        overlap_slowdown=_BESIDE_PCIE,
     ),
 }

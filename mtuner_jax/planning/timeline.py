@@ -8,8 +8,11 @@ adds up what is played here.
 
 import dataclasses
 import json
+import pathlib
 from collections.abc import Sequence
+from typing import Any
 
+from mtuner_jax.configs import ConfigError
 from mtuner_jax.planning import memory_model, passes, time_model
 from mtuner_jax.planning.hardware import Hardware
 from mtuner_jax.planning.memory_model import LayerBytes
@@ -133,6 +136,41 @@ def to_json(timeline: Timeline) -> str:
     ]
     content = {"version": VERSION, **rounded, "events": events, "memory": memory}
     return json.dumps(content, sort_keys=True) + "\n"
+
+
+def from_json(text: str) -> Timeline:
+    """Reads what `to_json` wrote.
+
+    Raises:
+      ConfigError: No JSON, another version, or fields that are missing or unknown.
+    """
+    try:
+        content: dict[str, Any] = json.loads(text)
+        version = content.pop("version", None)
+        if version != VERSION:
+            raise ConfigError(
+                f"timeline version {version} is not {VERSION}; plan again"
+            )
+        events = tuple(
+            Event(axes=tuple(event.pop("axes")), **event)
+            for event in content.pop("events")
+        )
+        memory = tuple(Instant(**instant) for instant in content.pop("memory"))
+        return Timeline(events=events, memory=memory, **content)
+    except (json.JSONDecodeError, AttributeError, TypeError, KeyError) as error:
+        raise ConfigError(f"no timeline: {error}") from error
+
+
+def read(path: pathlib.Path) -> Timeline:
+    """Reads a timeline's file.
+
+    Raises:
+      ConfigError: No such file, or not what `to_json` writes.
+    """
+    try:
+        return from_json(path.read_text(encoding="utf-8"))
+    except (OSError, ConfigError) as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,18 +5,15 @@ Letters: L layers, I instants, E spans between changes, N intervals.
 
 import dataclasses
 import itertools
-import json
 import math
-import pathlib
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 
 from mtuner_jax.configs import ConfigError
 from mtuner_jax.planning import timeline as timelines
 from mtuner_jax.planning.plans import Plan
-from mtuner_jax.planning.timeline import Event, Instant, Timeline
+from mtuner_jax.planning.timeline import Event, Timeline
 
 LANES = (timelines.COMPUTE, timelines.LINK, timelines.HOST)
 # Kinds of bars: of layers, of the rest, and of the lack of any computation.
@@ -98,30 +95,6 @@ def headline(name: str, plan: Plan, timeline: Timeline) -> str:
         f"{timeline.tokens_per_s:,.0f} tokens/s, nothing computes in "
         f"{timeline.exposed_s / timeline.step_s:.0%} of it (predicted)"
     )
-
-
-def read_timeline(path: pathlib.Path) -> Timeline:
-    """Reads what `timeline.to_json` wrote.
-
-    Raises:
-      ConfigError: No such file, no JSON, or of another version.
-    """
-    try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        version = content.pop("version", None)
-        if version != timelines.VERSION:
-            raise ConfigError(
-                f"{path}: timeline version {version} is not {timelines.VERSION}; plan "
-                "again"
-            )
-        events = tuple(
-            Event(axes=tuple(event.pop("axes")), **event)
-            for event in content.pop("events")
-        )
-        memory = tuple(Instant(**instant) for instant in content.pop("memory"))
-        return Timeline(events=events, memory=memory, **content)
-    except (OSError, json.JSONDecodeError, TypeError, KeyError) as error:
-        raise ConfigError(f"{path}: no timeline: {error}") from error
 
 
 def shares(spans: Sequence[tuple[float, float]], edges_s: np.ndarray) -> np.ndarray:

@@ -2,38 +2,13 @@ import dataclasses
 
 import pytest
 
-from mtuner_jax.planning import hardware, mechanisms, passes, plans, search, workloads
+from mtuner_jax.planning import hardware, mechanisms, passes, plans, search
 from mtuner_jax.planning.plans import AdapterState, Saved, SegmentPlan, Table
+from tests import small_plans
 
 MESH = (2, 2, 2)
 BUDGET_BYTES = 5 * 2**29
-WIDTH, WIDE = 4096, 11008
-DIMS = {
-    "q_proj": (WIDTH, WIDTH),
-    "k_proj": (WIDTH, WIDTH),
-    "v_proj": (WIDTH, WIDTH),
-    "o_proj": (WIDTH, WIDTH),
-    "gate_proj": (WIDTH, WIDE),
-    "up_proj": (WIDTH, WIDE),
-    "down_proj": (WIDE, WIDTH),
-}
-WORKLOAD = workloads.Workload(
-    model="four layers of a 7B model",
-    num_layers=4,
-    hidden_size=WIDTH,
-    num_heads=32,
-    num_kv_heads=32,
-    head_dim=128,
-    vocab_size=32000,
-    tied_embeddings=False,
-    linears=tuple(
-        workloads.Linear(name=name, in_dim=dims[0], out_dim=dims[1], rank=16)
-        for name, dims in DIMS.items()
-    ),
-    replicated_layer_weights=2 * WIDTH,
-    max_length=1024,
-    global_batch_size=16,
-)
+WORKLOAD = small_plans.decoder(num_layers=4, rows=(16, 1024), **small_plans.SEVEN)
 PCIE = hardware.preset("pcie8")
 PLACE = {"workload": WORKLOAD, "hardware": PCIE, "mesh_sizes": MESH}
 

@@ -3,35 +3,15 @@ import dataclasses
 import pytest
 
 from mtuner_jax.ops import losses
-from mtuner_jax.planning import memory_model, plans, transients, workloads
+from mtuner_jax.planning import memory_model, plans, transients
+from tests import small_plans
 
 MESH = (2, 2, 2)
 SAVED = tuple(plans.Saved)
 
 
 def workload(num_layers=4, **changes):
-    """Llama-2 7B's widths."""
-    d, f = 4096, 11008
-    names = ("q_proj", "k_proj", "v_proj", "o_proj")
-    linears = [(name, d, d) for name in names]
-    linears += [("gate_proj", d, f), ("up_proj", d, f), ("down_proj", f, d)]
-    made = workloads.Workload(
-        model="llama2-7b",
-        num_layers=num_layers,
-        hidden_size=d,
-        num_heads=32,
-        num_kv_heads=32,
-        head_dim=128,
-        vocab_size=32000,
-        tied_embeddings=False,
-        linears=tuple(
-            workloads.Linear(name=name, in_dim=rows, out_dim=columns, rank=16)
-            for name, rows, columns in linears
-        ),
-        replicated_layer_weights=2 * d,
-        max_length=4096,
-        global_batch_size=8,
-    )
+    made = small_plans.decoder(num_layers=num_layers, **small_plans.SEVEN)
     return dataclasses.replace(made, **changes)
 
 

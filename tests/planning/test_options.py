@@ -7,26 +7,15 @@ import pytest
 
 from mtuner_jax.planning import hardware, memory_model, options, passes, time_model
 from mtuner_jax.planning.plans import Plan, Saved, SegmentPlan
-from mtuner_jax.planning.workloads import Linear, Workload
+from tests import small_plans
 
-SMALL = Workload(
-    model="small",
+SMALL = small_plans.decoder(
     num_layers=6,
-    hidden_size=2048,
-    num_heads=16,
-    num_kv_heads=4,
-    head_dim=128,
+    widths=(2048, 5632),
+    heads=(16, 4),
+    ranks={"q_proj": 8, "gate_proj": 8},
+    rows=(32, 1024),
     vocab_size=4096,
-    tied_embeddings=False,
-    linears=(
-        Linear(name="q_proj", in_dim=2048, out_dim=2048, rank=8),
-        Linear(name="o_proj", in_dim=2048, out_dim=2048),
-        Linear(name="gate_proj", in_dim=2048, out_dim=5632, rank=8),
-        Linear(name="down_proj", in_dim=5632, out_dim=2048),
-    ),
-    replicated_layer_weights=4096,
-    max_length=1024,
-    global_batch_size=32,
 )
 SETTINGS = (("pcie8", (2, 2, 2)), ("h200x2-pcie", (2,)), ("nvlink8", (2, 2, 2)))
 

@@ -8,29 +8,15 @@ from mtuner_jax.planning import (
     static_plans,
     timeline,
 )
-from mtuner_jax.planning.workloads import Linear, Workload
+from tests import small_plans
 
-WORKLOAD = Workload(
-    model="small",
+WORKLOAD = small_plans.decoder(
     num_layers=8,
-    hidden_size=1024,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=128,
+    widths=(1024, 2816),
+    heads=(8, 4),
+    ranks={"q_proj": 8, "v_proj": 8},
+    rows=(16, 1024),
     vocab_size=4096,
-    tied_embeddings=False,
-    linears=(
-        Linear(name="q_proj", in_dim=1024, out_dim=1024, rank=8),
-        Linear(name="k_proj", in_dim=1024, out_dim=512),
-        Linear(name="v_proj", in_dim=1024, out_dim=512, rank=8),
-        Linear(name="o_proj", in_dim=1024, out_dim=1024),
-        Linear(name="gate_proj", in_dim=1024, out_dim=2816),
-        Linear(name="up_proj", in_dim=1024, out_dim=2816),
-        Linear(name="down_proj", in_dim=2816, out_dim=1024),
-    ),
-    replicated_layer_weights=2048,
-    max_length=1024,
-    global_batch_size=16,
 )
 MESH = (2, 2, 2)
 

@@ -6,7 +6,7 @@ from mtuner_jax.configs import ConfigError
 from mtuner_jax.planning import hardware, kernel_times, memory_model, passes, time_model
 from mtuner_jax.planning.hardware import Hardware, Link
 from mtuner_jax.planning.plans import AdapterState, Plan, Saved, SegmentPlan, Table
-from mtuner_jax.planning.workloads import Linear, Workload
+from tests import small_plans
 
 MACHINE = Hardware(
     name="round figures",
@@ -30,34 +30,13 @@ MACHINE = Hardware(
 )
 
 
-def llama2(hidden, wide, layers, heads, kv_heads, rows=2):
-    key = 128 * kv_heads
-    dims = {"q_proj": (hidden, hidden), "k_proj": (hidden, key)}
-    dims |= {"v_proj": (hidden, key), "o_proj": (hidden, hidden)}
-    dims |= {"gate_proj": (hidden, wide), "up_proj": (hidden, wide)}
-    dims |= {"down_proj": (wide, hidden)}
-    return Workload(
-        model="llama2",
-        num_layers=layers,
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=128,
-        vocab_size=32000,
-        tied_embeddings=False,
-        linears=tuple(
-            Linear(name=name, in_dim=ins, out_dim=outs, rank=16)
-            for name, (ins, outs) in dims.items()
-        ),
-        replicated_layer_weights=2 * hidden,
-        max_length=4096,
-        global_batch_size=rows,
-    )
-
-
-SEVEN = llama2(4096, 11008, 32, 32, 32)
-THIRTEEN = llama2(5120, 13824, 40, 40, 40)
-SEVENTY = llama2(8192, 28672, 80, 64, 8)
+SEVEN = small_plans.decoder(num_layers=32, rows=(2, 4096), **small_plans.SEVEN)
+THIRTEEN = small_plans.decoder(
+    num_layers=40, widths=(5120, 13824), heads=(40, 40), rows=(2, 4096)
+)
+SEVENTY = small_plans.decoder(
+    num_layers=80, widths=(8192, 28672), heads=(64, 8), rows=(2, 4096)
+)
 
 
 def layer(segment, *, rows=1, merge_gathers=True, workload=SEVEN, machine=MACHINE):

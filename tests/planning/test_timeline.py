@@ -6,30 +6,20 @@ import random
 
 import pytest
 
+from mtuner_jax.configs import ConfigError
 from mtuner_jax.planning import hardware, memory_model, options, passes, timeline
 from mtuner_jax.planning.plans import AdapterState, Plan, Saved, SegmentPlan, Table
-from mtuner_jax.planning.workloads import Linear, Workload
+from tests import small_plans
 
 MESH = (2, 2, 2)
 MACHINE = dataclasses.replace(hardware.preset("pcie8"), overlap_slowdown=1.25)
-SMALL = Workload(
-    model="small",
+SMALL = small_plans.decoder(
     num_layers=6,
-    hidden_size=1024,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=128,
+    widths=(1024, 2816),
+    heads=(8, 4),
+    ranks={"q_proj": 8, "gate_proj": 8},
+    rows=(30, 1024),
     vocab_size=4096,
-    tied_embeddings=False,
-    linears=(
-        Linear(name="q_proj", in_dim=1024, out_dim=1024, rank=8),
-        Linear(name="o_proj", in_dim=1024, out_dim=1024),
-        Linear(name="gate_proj", in_dim=1024, out_dim=2816, rank=8),
-        Linear(name="down_proj", in_dim=2816, out_dim=1024),
-    ),
-    replicated_layer_weights=2048,
-    max_length=1024,
-    global_batch_size=30,
 )
 TREATMENTS = list(options.treatments(MESH))
 
@@ -211,3 +201,23 @@ def test_json_is_the_same_to_the_byte_and_whole():
     assert len(content["events"]) == len(played.events)
     assert content["step_s"] == pytest.approx(played.step_s, abs=1e-9)
     assert content["memory"][0]["num_bytes"] == played.memory[0].num_bytes
+    assert timeline.from_json(text).memory[0] == played.memory[0]
+    assert timeline.to_json(timeline.from_json(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "no timeline"),
+        ("[]", "no timeline"),
+        (json.dumps({"version": 0}), "version 0 is not 1"),
+        (json.dumps({"version": 1, "events": []}), "no timeline: 'memory'"),
+    ],
+)
+def test_what_is_no_timeline_is_an_error_that_names_the_file(tmp_path, text, message):
+    path = tmp_path / "timeline.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=f"timeline.json: .*{message}"):
+        timeline.read(path)
+    with pytest.raises(ConfigError, match=r"nothing.json: .*No such file"):
+        timeline.read(tmp_path / "nothing.json")

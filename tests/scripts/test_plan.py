@@ -8,9 +8,9 @@ import pytest
 
 from models import llama_configs, llama_sizes
 from mtuner_jax import meshes
-from mtuner_jax.configs import ConfigError, LoraConfig
+from mtuner_jax.configs import LoraConfig
 from mtuner_jax.engines import aot
-from mtuner_jax.planning import hardware, plans
+from mtuner_jax.planning import plans
 from scripts import plan, planning_inputs
 
 TINY = llama_configs.LlamaConfig(
@@ -196,9 +196,11 @@ def test_inputs_are_those_of_the_request():
     assert one.budget_bytes == one.hardware.budget_bytes
 
 
-def test_card_without_a_target_names_those_that_have_one():
-    with pytest.raises(ConfigError, match=r"RTX 4090.*targets for NVIDIA A100"):
-        plan.find_target(hardware.preset("rtx4090x8"))
+def test_a_card_that_cannot_be_compiled_for_names_those_that_can(folder, capsys):
+    flags = ("--mesh", "rtx4090x8", "--verify")
+    assert run("--model", folder, *flags) == 2
+    error = capsys.readouterr().err
+    assert re.search(r"no compile-only target for .*RTX 4090; .* NVIDIA A100", error)
 
 
 @pytest.mark.aot

@@ -1,5 +1,3 @@
-import json
-
 import numpy as np
 import pytest
 
@@ -101,24 +99,7 @@ def test_a_timeline_of_another_plan_is_refused():
 def test_a_written_timeline_shows_the_same(tmp_path):
     path = tmp_path / "timeline.json"
     path.write_text(timeline.to_json(PLAYED))
-    read = plan_pictures.picture(PLAN, plan_pictures.read_timeline(path))
+    read = plan_pictures.picture(PLAN, timeline.read(path))
     assert read.bars.keys() == SHOWN.bars.keys()
     np.testing.assert_allclose(read.edges_s, SHOWN.edges_s, atol=1e-8)
     np.testing.assert_array_equal(read.held_axes, SHOWN.held_axes)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "no timeline"),
-        (json.dumps({"version": 0}), "version 0 is not 1"),
-        (json.dumps({"version": 1, "events": []}), "no timeline: 'memory'"),
-    ],
-)
-def test_other_files_are_refused(tmp_path, text, message):
-    path = tmp_path / "timeline.json"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        plan_pictures.read_timeline(path)
-    with pytest.raises(ConfigError, match="no timeline"):
-        plan_pictures.read_timeline(tmp_path / "nothing.json")
