@@ -60,8 +60,10 @@ class Instant:
 
     Attributes:
       time_s: Seconds from the step's start.
-      num_bytes: By kind, on a device. What XLA allocates for it is more:
-        `memory_model.forecast`.
+      num_bytes: By kind, on a device. The most of a step is what
+        `memory_model.forecast` says XLA allocates, less what belongs to no instant:
+        results, arenas while they are not full, and what segments cost beside their
+        layers.
     """
 
     time_s: float
@@ -196,6 +198,7 @@ class _Player:
         self.shared = passes.overlap(hardware, merge_gathers=plan.merge_gathers)
         self.parts = _parts(plan, workload, hardware)
         self.static = memory_model.static_bytes(workload, chosen)
+        self.allocated = memory_model.forecast(plan, workload).total_bytes
         self.clock_s = 0.0
         self.events: list[Event] = []
         self.instants: list[Instant] = []
@@ -205,7 +208,7 @@ class _Player:
             "tables": self.static.tables,
             "adapters": self.static.adapters + self.static.gradients,
             "batch": self.static.batch,
-            "boundary": self.static.boundary,
+            "boundary": 0,
             "kept_across_steps": sum(layer.memory.bwd_copy for layer in layers),
             "kept_for_backward": 0,
             "layer_inputs": 0,
@@ -223,14 +226,20 @@ class _Player:
 
     def microbatch(self) -> None:
         main, tail = self.parts
+        # A tail's boundary is a part of what the loss needs.
+        boundary = self.static.boundary
+        loss = self.static.loss_transient - boundary
         self.alone(self.fixed.embed, "embed")
         self.over(main, backward=False)
+        self.held["boundary"] = boundary
+        self.note()
         self.alone(self.fixed.head, "head")
         for _ in range(self.plan.tail_chunks):
             self.over(tail, backward=False)
-            self.note(transient=self.static.loss_transient)
+            self.note(transient=loss)
             self.alone(self.fixed.loss, "loss")
             self.over(tail, backward=True)
+        self.held["boundary"] = 0
         self.over(main, backward=True)
 
     def over(self, layers: Sequence[_Layer], *, backward: bool) -> None:
@@ -334,27 +343,30 @@ class _Player:
             )
 
     def begin(self, layer: _Layer, *, backward: bool) -> None:
-        """What a layer takes over when it starts."""
-        memory = layer.memory
-        sign = -1 if backward else 1
-        self.held["layer_inputs"] += sign * memory.layer_input
+        """What there is from a layer's start on."""
         if not backward:
-            self.held["kept_across_steps"] -= memory.bwd_copy
-        self.note(transient=memory.transient)
+            self.hold(layer.memory, sign=1)
+        self.note(transient=layer.memory.transient)
 
     def end(self, layer: _Layer, *, backward: bool) -> None:
         """What a layer leaves behind when it ends."""
-        memory = layer.memory
-        sign = -1 if backward else 1
+        if backward:
+            self.hold(layer.memory, sign=-1)
+        self.note()
+
+    def hold(self, memory: LayerBytes, *, sign: int) -> None:
+        """Takes what a layer keeps for its backward pass, or gives it back."""
+        self.held["layer_inputs"] += sign * memory.layer_input
         self.held["saved"] += sign * memory.saved
         self.held["kept_for_backward"] += sign * memory.fwd_copy
-        if backward:
-            self.held["kept_across_steps"] += memory.bwd_copy
-        self.note()
+        self.held["kept_across_steps"] -= sign * memory.bwd_copy
 
     def note(self, transient: int = 0) -> None:
         """Records what is alive from now on."""
-        self.held["transient"] = transient
+        self.held["transient"] = 0
+        # Outside of loops XLA needs less than the sum; the forecast knows.
+        room = self.allocated - sum(self.held.values())
+        self.held["transient"] = min(transient, max(room, 0))
         instant = Instant(time_s=self.clock_s, num_bytes=dict(self.held))
         if self.instants and self.instants[-1].time_s == self.clock_s:
             self.instants.pop()

@@ -160,15 +160,61 @@ def test_inputs_travel_to_the_host_and_back_once():
     assert {event.num_bytes for event in events} == {4 * 1024 * 1024 * 2}
 
 
-@pytest.mark.parametrize("seed", range(20))
+def peak_bytes(plan):
+    played = timeline.replay(plan, SMALL, MACHINE)
+    return max(sum(instant.num_bytes.values()) for instant in played.memory)
+
+
+@pytest.mark.parametrize("seed", range(40))
 def test_what_is_alive_fits_into_what_is_allocated(seed):
     plan = random_plan(seed)
-    played = timeline.replay(plan, SMALL, MACHINE)
-    most = max(sum(instant.num_bytes.values()) for instant in played.memory)
+    allocated = memory_model.forecast(plan, SMALL).total_bytes
+    assert 0.5 * allocated < peak_bytes(plan) <= allocated
+
+
+def with_tail(**settings):
+    """Three layers that keep nothing, and a tail of three in two parts."""
+    segments = (
+        plain(num_layers=3).segments[0],
+        plain(num_layers=3, **settings).segments[0],
+    )
+    return dataclasses.replace(plain(), segments=segments, tail_layers=3, tail_chunks=2)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        plain(),
+        plain(saved=Saved.LINEARS),
+        plain(fwd_keep_axes=3, prefetch=False),
+        plain(rest_axes=1, fwd_keep_axes=2, bwd_keep_axes=1),
+        plain(rest_axes=3, fwd_keep_axes=3, bwd_keep_axes=3),
+        with_tail(saved=Saved.LINEARS),
+        with_tail(rest_axes=1, fwd_keep_axes=3, bwd_keep_axes=1, saved=Saved.LINEARS),
+    ],
+)
+def test_the_peak_is_what_is_allocated_but_for_results_and_segments(plan):
     forecast = memory_model.forecast(plan, SMALL)
-    # A tail's boundary lives shortly; here it is shown for the whole step.
-    boundary = played.memory[0].num_bytes["boundary"]
-    assert most - boundary <= forecast.total_bytes
+    at_no_instant = forecast.outputs + forecast.segments
+    want = forecast.total_bytes - at_no_instant
+    assert peak_bytes(plan) == pytest.approx(want, abs=2**12)
+
+
+def test_a_boundary_is_there_while_the_tail_runs_and_not_longer():
+    plan = dataclasses.replace(with_tail(), accumulation=2)
+    played = timeline.replay(plan, SMALL, MACHINE)
+    found = [instant.num_bytes["boundary"] > 0 for instant in played.memory]
+    shown = [there for there, _ in itertools.groupby(found)]
+    assert shown == [False, True, False, True, False]
+    inside = {
+        event.layer
+        for event in played.events
+        for instant, after in itertools.pairwise(played.memory)
+        if event.kind in ("forward", "backward")
+        and instant.time_s <= event.start_s < after.time_s
+        and instant.num_bytes["boundary"]
+    }
+    assert inside == {3, 4, 5}
 
 
 @pytest.mark.parametrize("seed", range(20))
