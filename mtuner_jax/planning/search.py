@@ -21,6 +21,7 @@ from mtuner_jax.planning import (
     knapsack,
     memory_model,
     options,
+    passes,
     shortages,
     timeline,
 )
@@ -99,10 +100,8 @@ def fastest(
     best = _fitting(searcher, budget_bytes)
     if best is None:
         raise shortages.error(workload, hardware, mesh_sizes, budget_bytes=budget_bytes)
-    unlimited = searcher.best(_UNLIMITED_BYTES)
-    assert unlimited is not None  # at least `best` fits
     played = timeline.replay(best.plan, workload, hardware)
-    binds, reason = _binding(played, unlimited, workload, hardware)
+    binds, reason = _binding(played, searcher, budget_bytes)
     return Found(
         plan=best.plan,
         timeline=played,
@@ -132,23 +131,57 @@ def _fitting(searcher, budget_bytes):
     return None
 
 
-def _binding(played, unlimited, workload, hardware):
+def _binding(played, searcher, budget_bytes):
     """(what binds, the sentence that says so)."""
-    freed = timeline.replay(unlimited.plan, workload, hardware)
-    gain = 1.0 - freed.step_s / played.step_s
-    needs = memory_model.forecast(unlimited.plan, workload).total_bytes
+    hardware = searcher.hardware
     exposed = played.exposed_s / played.step_s
-    faster = f"{gain:.1%} faster with {sizes.gib(needs)} per device"
+    reason = (
+        f"computation is {1 - exposed:.1%} of the step"
+        if exposed <= _HIDDEN
+        else f"communication is exposed for {exposed:.1%} of the step"
+    )
+    card_bytes = max(hardware.memory_bytes - hardware.reserve_bytes, budget_bytes)
+    most = _Won.of(searcher, played, card_bytes)
+    if most.share > _WORTH:
+        nearer = _Won.of(
+            searcher, played, budget_bytes + (most.num_bytes - budget_bytes) // 4
+        )
+        steps = [nearer, most] if nearer.share > _WORTH else [most]
+        amounts = [
+            f"{won.share:.1%} faster with {sizes.gib(won.num_bytes)}" for won in steps
+        ]
+        how = "by recomputing less " if exposed <= _HIDDEN else ""
+        reason += f"; {how}it would be {', '.join(amounts)} per device"
+        return Binds.COMPUTE if exposed <= _HIDDEN else Binds.MEMORY, reason
     if exposed <= _HIDDEN:
-        reason = f"computation is {1 - exposed:.1%} of the step"
-        if gain > _WORTH:
-            reason += f"; by recomputing less it would be {faster}"
         return Binds.COMPUTE, reason
-    if gain > _WORTH:
-        reason = f"communication is exposed for {exposed:.1%} of the step; {faster}"
-        return Binds.MEMORY, reason
-    reason = f"communication is exposed for {exposed:.1%} of the step with any memory"
-    return Binds.LINK, reason
+    if _Won.of(searcher, played, _UNLIMITED_BYTES).share <= _WORTH:
+        return Binds.LINK, f"{reason} with any memory"
+    return Binds.MEMORY, (
+        f"{reason}; what would hide it takes more than the "
+        f"{sizes.gib(hardware.memory_bytes)} of a card"
+    )
+
+
+class _Won(NamedTuple):
+    """What another budget wins.
+
+    Attributes:
+      share: Of the step's seconds.
+      num_bytes: That its plan takes on a device.
+    """
+
+    share: float
+    num_bytes: int
+
+    @staticmethod
+    def of(searcher: "Searcher", played: Timeline, budget_bytes: int) -> "_Won":
+        """By the fastest plan within a budget that some plan keeps."""
+        workload, best = searcher.workload, searcher.best(budget_bytes)
+        assert best is not None
+        seconds = passes.step_s(best.plan, workload, searcher.hardware)
+        needed = memory_model.forecast(best.plan, workload).total_bytes
+        return _Won(1.0 - seconds / played.step_s, needed)
 
 
 class Scored(NamedTuple):

@@ -2,6 +2,7 @@ import dataclasses
 import itertools
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 
 from mtuner_jax.configs import ConfigError
 from mtuner_jax.planning import hardware, plans, search, shortages
+from tests import small_plans
 from tests.planning import brute_force
 
 SAME = 1e-9
@@ -72,6 +74,42 @@ def test_a_step_that_computes_all_the_time_has_one_segment_and_says_so():
     assert found.binds is search.Binds.COMPUTE
     assert found.reason.startswith("computation is")
     assert len(found.plan.segments) == 1
+
+
+def seventy_on_pcie(budget_gib):
+    """70B, a row a card: every gather is exposed."""
+    workload = small_plans.decoder(
+        num_layers=80, widths=(8192, 28672), heads=(64, 8), rows=(8, 1024)
+    )
+    return search.fastest(
+        workload,
+        hardware.preset("pcie8"),
+        mesh_sizes=(2, 2, 2),
+        budget_bytes=budget_gib * 2**30,
+    )
+
+
+def test_what_more_memory_would_win_is_told_up_to_the_card():
+    found = seventy_on_pcie(29)
+    assert found.binds is search.Binds.MEMORY
+    assert found.reason.startswith("communication is exposed for 8")
+    shares = re.findall(r"(\d+\.\d)% faster with (\d+\.\d) GiB", found.reason)
+    (near, near_gib), (most, most_gib) = [map(float, pair) for pair in shares]
+    assert 1 < near < most
+    assert 29 < near_gib < most_gib < hardware.preset("pcie8").memory_bytes / 2**30
+
+
+def test_a_full_card_is_told_instead_of_memory_that_no_card_has():
+    found = seventy_on_pcie(39)
+    assert found.binds is search.Binds.MEMORY
+    assert found.reason.endswith("takes more than the 39.4 GiB of a card")
+
+
+def test_what_no_memory_hides_is_bound_by_the_link():
+    scores = brute_force.scores_of(0, (2,), num_layers=2, rows=1)
+    found = brute_force.fastest(scores, 2**40)
+    assert found.binds is search.Binds.LINK
+    assert found.reason.endswith("of the step with any memory")
 
 
 def test_a_budget_below_the_least_names_the_least_and_what_lowers_it():
