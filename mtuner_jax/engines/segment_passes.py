@@ -117,10 +117,10 @@ def forward(
         else:
             state, left = _forward_plain(run, segment, state)
             ready = None
-        if left.inputs:
-            # Outside of loops XLA else leaves out the way to the host, or delays it.
-            tied: Any = jax.lax.optimization_barrier((left.inputs, state.x_BTD))
-            left, state = left._replace(inputs=tied[0]), state._replace(x_BTD=tied[1])
+        # The last layer runs outside of the loop. XLA else puts what it leaves into the
+        # stacks, or sends it to the host, when the backward pass asks for it.
+        tied: Any = jax.lax.optimization_barrier((left, state.x_BTD))
+        left, state = tied[0], state._replace(x_BTD=tied[1])
         kept.append(left)
     return state.x_BTD, kept, state.arena
 
@@ -299,6 +299,7 @@ def _backward_ahead(run, segment, kept_and_before, state_and_ready):
     if segment.last:
         indices = jnp.arange(1, segment.plan.num_layers, dtype=jnp.int32)
         (state, ready), _ = jax.lax.scan(body, (state, ready), indices, reverse=True)
+        kept, state = _held_back(kept, state)
     first = jnp.int32(0)
     x_BTD, state = _take_input(segment, ready.x_BTD, first, state)
     ahead = None
@@ -332,10 +333,8 @@ def _held_back(kept, state):
 
     Without it, XLA fetches them right after they were sent where a loop was unrolled.
     """
-    if not kept.inputs:
-        return kept, state
-    inputs, dx_BTD = jax.lax.optimization_barrier((kept.inputs, state.dx_BTD))
-    return kept._replace(inputs=inputs), state._replace(dx_BTD=dx_BTD)
+    tied: Any = jax.lax.optimization_barrier((kept, state.dx_BTD))
+    return tied[0], state._replace(dx_BTD=tied[1])
 
 
 def _last_ready(segment, kept, state):

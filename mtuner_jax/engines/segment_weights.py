@@ -163,6 +163,9 @@ class Segment:
         Returns:
           (whole weights, the copy for the next forward pass or nothing, dx_BTD).
         """
+        # A layer outside of a loop would else be cut out of its stack long before.
+        later: Any = jax.lax.optimization_barrier((jnp.asarray(index), dx_BTD))
+        index, dx_BTD = later
         blocks, others = self.held(index)
         held = self.plan.rest_axes
         if self.keeps_forward:

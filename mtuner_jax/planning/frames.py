@@ -170,12 +170,8 @@ def tails(frame: Frame, options: Options, num_layers: int) -> Cases:
     arena = np.maximum(rows * options.row_bytes, empty_arena_bytes(options))
     pointers = _POINTER_BYTES * (copies > 0)
     short = layers < options.loop_layers[option]
-    further = np.where(
-        short, options.further_short_bytes[option], options.further_bytes[option]
-    )
-    extra = short * options.unrolled_bytes[option] + np.where(
-        layers < num_layers, further, 0
-    )
+    further = (layers < num_layers) * options.further_bytes
+    extra = short * options.unrolled_bytes[option] + further
     chunk_s = layers * options.layer_s[option]
     chunk_s = chunk_s + options.start_s[option] + options.end_s[option]
     runs = frame.chosen.accumulation * frame.chosen.tail_chunks

@@ -51,19 +51,11 @@ class Task:
       layers: How many.
       room_bytes: For weights, saved tensors, copies, the arena and transients.
       floor_bytes: Transients that something else needs anyway.
-      tail_bytes: Transients of a tail, what the last layer leaves waiting comes on top
-        of them; 0 without one.
     """
 
     layers: int
     room_bytes: int
     floor_bytes: int
-    tail_bytes: int = 0
-
-    @property
-    def least_transient_bytes(self) -> int:
-        """Transients whatever the layers are."""
-        return max(self.floor_bytes, self.tail_bytes)
 
 
 class Filler:
@@ -92,9 +84,7 @@ class Filler:
         )
         # What the first segment, and a further one, cost at least.
         self._first = np.minimum(0, options.unrolled_bytes)
-        self._further = np.minimum(
-            options.further_bytes, options.further_short_bytes + options.unrolled_bytes
-        )
+        self._further = self._first + options.further_bytes
         self._prices = self._candidates()
         self._total = np.array([price.peak + price.valley for price in self._prices])
         paid_s = np.array([self._paid_s(price) for price in self._prices])
@@ -104,7 +94,7 @@ class Filler:
 
     def prices(self, task: Task) -> list[Price]:
         """What bytes are worth in a task, at each level of transients."""
-        taken = np.maximum(self._levels, task.least_transient_bytes)
+        taken = np.maximum(self._levels, task.floor_bytes)
         room = task.room_bytes - taken
         dual_s = task.layers * self._least_s - self._total * room[:, None]
         best = np.unique(dual_s[room >= task.layers * self._smallest].argmax(axis=1))
@@ -198,7 +188,7 @@ class Filler:
     def _promising(self, task, segments, limit_s):
         """Sequences whose bounds are below the limit, and the bounds."""
         at = self.prices(task) if np.isfinite(limit_s) else []
-        room = task.room_bytes - np.maximum(self._levels, task.least_transient_bytes)
+        room = task.room_bytes - np.maximum(self._levels, task.floor_bytes)
         full = room < task.layers * self._smallest
         fits = np.where(full, np.inf, 0.0)[:, None] + np.where(self._allowed, 0, np.inf)
         kept = np.isfinite(fits).any(axis=0)
@@ -229,7 +219,7 @@ class Filler:
         for place in range(segments):
             at_place = grid.spread(options.transient_bytes[kept], place)
             transient = np.maximum(transient, at_place)
-        room = task.room_bytes - np.maximum(transient, task.least_transient_bytes)
+        room = task.room_bytes - np.maximum(transient, task.floor_bytes)
         border_s = options.border_s[np.ix_(kept, kept)]
         below = grid.different() & (room >= 0)
         for price in at:
@@ -267,7 +257,7 @@ class Filler:
         """Best number of layers of the second of three segments, none unrolled."""
         loops = self.options.loop_layers[sequences][:, :, None]
         low, high = np.broadcast_to(loops[1], first.shape), layers - first - loops[2]
-        looped = self.options.further_bytes[sequences[1:]].sum(axis=0)[:, None]
+        looped = 2 * self.options.further_bytes
         extra = self._extra_bytes(sequences[:1], first[None]) + looped
         third = layers - first - low
         one = self._conditions(sequences, np.stack([first, low, third]), extra)
@@ -296,12 +286,8 @@ class Filler:
         options = self.options
         unrolled = counts < options.loop_layers[sequences][:, :, None]
         each = options.unrolled_bytes[sequences][:, :, None]
-        extra = np.where(unrolled, each, 0).sum(axis=0)
-        if len(sequences) > 1:
-            in_loop = options.further_bytes[sequences[1:]][:, :, None]
-            short = options.further_short_bytes[sequences[1:]][:, :, None]
-            extra = extra + np.where(unrolled[1:], short, in_loop).sum(axis=0)
-        return extra
+        further = (len(sequences) - 1) * options.further_bytes
+        return np.where(unrolled, each, 0).sum(axis=0) + further
 
     def _conditions(self, sequences, counts, extra_bytes):
         """Bytes without transients, each linear in counts; the largest is needed."""
@@ -337,11 +323,7 @@ class Filler:
     def _transients(self, sequences, task):
         """Bytes of transients with each sequence."""
         layers = self.options.transient_bytes[sequences].max(axis=0)
-        taken = np.maximum(layers, task.floor_bytes)
-        if task.tail_bytes:
-            waiting = self.options.waiting_bytes[sequences[-1]]
-            taken = np.maximum(taken, task.tail_bytes + waiting)
-        return taken
+        return np.maximum(layers, task.floor_bytes)
 
     def _candidates(self):
         """Prices worth trying, at each level of transients."""

@@ -324,7 +324,7 @@ def _segment_bytes(plan, workload, layers):
     total = 0
     for index, (segment, layer) in enumerate(zip(plan.segments, layers, strict=True)):
         if index:
-            total += transients.segment(workload, segment, saved_bytes=layer.saved)
+            total += transients.segment(workload)
         if transients.is_unrolled(segment):
             total += transients.unrolled(workload, rows=_rows(plan, index))
             if segment.fwd_keep_axes == len(plan.mesh_sizes):
@@ -356,16 +356,12 @@ def _tail_bytes(plan, static, layers):
     start = plan.tail_start
     if start == len(layers):
         return 0
-    # The main part's last layer runs outside of its loop. What it saves is put into
-    # the stacks when the tail is through, and lies beside them until then.
-    before = start and plan.segments[start - 1].prefetch
-    waiting = layers[start - 1].saved if before else 0
     stacks = sum(
         segment.num_layers * (layer.saved + layer.fwd_copy)
         for segment, layer in zip(plan.segments[start:], layers[start:], strict=True)
     )
     largest = max(layer.transient for layer in layers[start:])
-    return static.boundary + waiting + stacks + largest
+    return static.boundary + stacks + largest
 
 
 def _arena_bytes(plan, workload, layers):

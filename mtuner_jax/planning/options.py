@@ -41,10 +41,9 @@ class Options:
       row_bytes: Bytes of an arena row, a number.
       transient_bytes: What lives only while a layer runs.
       element_bytes: Of an element in the arena, a number.
-      waiting_bytes: What the last layer before a tail leaves outside of its stacks.
       loop_layers: From so many layers on, a segment's loop stays one.
-      further_bytes: What a segment that is not the first costs beside its layers.
-      further_short_bytes: The same with fewer layers than `loop_layers`.
+      further_bytes: What a segment that is not the first costs beside its layers, a
+        number.
       unrolled_bytes: What any segment with fewer layers costs, or saves.
     """
 
@@ -60,10 +59,8 @@ class Options:
     row_bytes: int
     transient_bytes: np.ndarray
     element_bytes: int
-    waiting_bytes: np.ndarray
     loop_layers: np.ndarray
-    further_bytes: np.ndarray
-    further_short_bytes: np.ndarray
+    further_bytes: int
     unrolled_bytes: np.ndarray
 
     @property
@@ -243,31 +240,16 @@ def _segment_bytes(place, segments, memory):
         next(n for n in itertools.count(1) if not transients.is_unrolled(_of(s, n)))
         for s in segments
     ]
-    further, short = (
-        np.array(
-            [
-                transients.segment(workload, _of(s, layers), saved_bytes=layer.saved)
-                for s, layers, layer in zip(segments, counts, memory, strict=True)
-            ]
-        )
-        for counts in (loops, [1] * len(segments))
-    )
     unrolled = transients.unrolled(workload, rows=place.rows)
     # Whole weights kept by a layer outside of loops are those it was gathered to.
     spared = [
         layer.fwd_copy if s.fwd_keep_axes == len(place.mesh_sizes) else 0
         for s, layer in zip(segments, memory, strict=True)
     ]
-    waiting = [
-        layer.saved if s.prefetch else 0
-        for s, layer in zip(segments, memory, strict=True)
-    ]
     return {
         "loop_layers": np.array(loops),
-        "further_bytes": further,
-        "further_short_bytes": short,
+        "further_bytes": transients.segment(workload),
         "unrolled_bytes": unrolled - np.array(spared),
-        "waiting_bytes": np.array(waiting),
     }
 
 

@@ -301,8 +301,7 @@ class Searcher:
             layers=layers[case],
             tail_layers=cases.tail_layers[case],
             room=room[case],
-            floor=np.full(case.size, frame.floor_bytes),
-            tail=cases.tail_bytes[case],
+            floor=transient[case],
         )
 
     def _bounds_s(self, filler, layers, room, transient):
@@ -327,7 +326,6 @@ class Searcher:
             layers=place.layers,
             room_bytes=place.room,
             floor_bytes=place.floor,
-            tail_bytes=place.tail,
         )
         segments = place.segments + (place.tail_layers > 0)
         price = 1 + SEGMENT_SHARE * (segments - 1)
@@ -345,7 +343,7 @@ class Searcher:
         if segments:
             return filler.best(task, segments, limit_s=limit_s)
         row = frames.empty_arena_bytes(filler.options)
-        taken = row + task.least_transient_bytes
+        taken = row + task.floor_bytes
         return Filling(0.0, taken, (), ()) if taken <= task.room_bytes else None
 
     def _plan(self, frame, place, filling):
@@ -374,7 +372,6 @@ class _Places(NamedTuple):
       tail_layers: Of the tail.
       room: Bytes, as in `knapsack.Task`.
       floor: Likewise.
-      tail: Likewise.
     """
 
     bound_s: Any
@@ -385,7 +382,6 @@ class _Places(NamedTuple):
     tail_layers: Any
     room: Any
     floor: Any
-    tail: Any
 
     def one(self, place: int) -> "_Places":
         """The numbers of one case."""

@@ -49,15 +49,15 @@ _AHEAD = _Factors(peak=135, early=200)
 _NOT_AHEAD = _Factors(peak=110, early=150)
 # A resident layer is cut out of its stack before it runs.
 _RESIDENT = _Factors(peak=85, early=85)
-# More of both: copies pass through a buffer of their own; merged gathers end together.
-_COPY, _MERGED = 30, 35
+# More of both: copies pass through a buffer of their own; merged gathers end together,
+# and what is held of all of them was cut out of its stack before.
+_COPY, _MERGED = 30, 22
 # Of the tensors, at the start of a layer's backward pass.
 _EARLY_TENSORS = 40
 # Of the weights, while a gathered output table waits for the main part's last layer.
 _LAST_LAYER = 50
-# A further segment: a layer outside of its loop, and what the layers outside of loops
-# have saved, which is cut out of the stacks early.
-_SEGMENT_WEIGHTS, _SEGMENT_SAVED = 25, 60
+# A further segment: a layer outside of its loop.
+_SEGMENT_WEIGHTS = 25
 # Loops of one trip are unrolled; then neighbouring layers' tensors overlap.
 _UNROLLED_TENSORS = 20
 
@@ -98,10 +98,11 @@ def _factors(segment, mesh_sizes, *, merged):
     devices = math.prod(mesh_sizes[keep:])
     # What is kept in part is gathered in two stages: the part lies beside the whole.
     part = -(-100 // devices) if copied and devices > 1 else copied * _COPY
+    merged_early = _MERGED - (-100 // math.prod(mesh_sizes[segment.rest_axes :]))
     return _Factors(
         peak=factors.peak
         + max(copied * _COPY, (merged and segment.prefetch) * _MERGED),
-        early=factors.early + part + merged * _MERGED,
+        early=factors.early + part + merged * merged_early,
     )
 
 
@@ -132,18 +133,9 @@ def score_bytes(workload: Workload, *, rows: int) -> int:
     return 2 * rows * workload.num_heads * scores * _WIDE_BYTES
 
 
-def segment(workload: Workload, segment: SegmentPlan, *, saved_bytes: int) -> int:
-    """Bytes that a segment costs beside its layers if it is not the first one.
-
-    Args:
-      workload: Sizes.
-      segment: The segment.
-      saved_bytes: What one of its layers saves.
-    """
-    outside = _hundredths(_SEGMENT_WEIGHTS, workload.layer_weight_bytes)
-    if is_unrolled(segment) or not segment.prefetch:
-        return outside
-    return outside + _hundredths(_SEGMENT_SAVED, saved_bytes)
+def segment(workload: Workload) -> int:
+    """Bytes that a segment costs beside its layers if it is not the first one."""
+    return _hundredths(_SEGMENT_WEIGHTS, workload.layer_weight_bytes)
 
 
 def unrolled(workload: Workload, *, rows: int) -> int:

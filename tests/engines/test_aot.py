@@ -247,10 +247,14 @@ def test_one_layer_segments_need_hardly_more_than_one_segment(bwd_keep_axes, sav
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "microbatch"), [("llama2-7b", 4), ("llama2-13b", 4), ("llama2-70b", 8)]
+    ("name", "microbatch"),
+    [("llama2-7b", 4), ("llama2-13b", 4), ("llama2-30b", 6), ("llama2-70b", 8)],
 )
 def test_copies_hide_in_the_memory_of_layer_inputs(name, microbatch):
-    """Layer inputs are larger than copies here, so the arena hardly grows."""
+    """Layer inputs are larger than copies here, so the arena hardly grows.
+
+    Gathers are merged, as static plans of `train.py` have it on several GPUs.
+    """
     config = llama_sizes.SIZES[name]
     was, now = (
         compile_plan(
@@ -258,14 +262,13 @@ def test_copies_hide_in_the_memory_of_layer_inputs(name, microbatch):
             [ahead(config.num_layers, bwd=axes)],
             tokens=4096,
             microbatch=microbatch,
+            merge_gathers=True,
         )
         for axes in (0, 1)
     )
     copies = config.num_layers * layer_bytes(config) // 4
     assert now.forecast.kept_arenas >= copies > 2**30
-    # Copies and layers in flight pass through buffers of their own.
-    limit = max(512 * MIB, layer_bytes(config))
-    assert now.allocated.total - was.allocated.total <= limit
+    assert now.allocated.total - was.allocated.total <= 512 * MIB
 
 
 @pytest.mark.slow
@@ -292,7 +295,7 @@ def test_a_tail_in_parts_saves_what_the_formula_says(chunks):
     boundary = 2 * stream  # the tail's input and its gradient
     got = saved - (whole - parts) - boundary
     # It can be less: what the tail saved is gone when the main part goes back.
-    assert 0.85 * want <= got <= 1.1 * want
+    assert 0.9 * want <= got <= 1.1 * want
 
 
 def kinds(layers):

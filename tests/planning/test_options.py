@@ -164,8 +164,7 @@ def test_what_segments_cost_is_as_the_forecast_counts_it():
             first = SegmentPlan(num_layers=5, prefetch=True)
             want = _segments_bytes((first, both)) - _segments_bytes((first,))
             short = layers < found.loop_layers[index]
-            further = found.further_short_bytes if short else found.further_bytes
-            assert want == further[index] + short * found.unrolled_bytes[index]
+            assert want == found.further_bytes + short * found.unrolled_bytes[index]
 
 
 def _segments_bytes(segments):
