@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import math
 import os
+import pathlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from mtuner_jax.engines.states import Batch
 from mtuner_jax.ops import attention, lora_linear, remat
 from mtuner_jax.planning import hardware, hardware_presets
 
+_CGROUP_LIMIT = pathlib.Path("/sys/fs/cgroup/memory.max")
 _TINY = (128, 16)  # an operand whose products take no time and are not split
 _TINY_CHAIN = 16
 # What a section may raise without ending the others: JAX, XLA and our own checks.
@@ -112,6 +114,17 @@ def figure_names() -> tuple[str, ...]:
     return tuple(name for name in names if name not in others)
 
 
+def host_bytes(*, limit: pathlib.Path = _CGROUP_LIMIT) -> int:
+    """Memory of this host, or what its container may take of it.
+
+    Args:
+      limit: File with the container's limit in bytes, or `max`.
+    """
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    text = limit.read_text().strip() if limit.is_file() else ""
+    return min(pages, int(text)) if text.isdecimal() else pages
+
+
 def _memory(bench: Bench, found: Mapping[str, Any]) -> Section:
     del found
     stats = bench.mesh.devices.flat[0].memory_stats() or {}
@@ -121,9 +134,12 @@ def _memory(bench: Bench, found: Mapping[str, Any]) -> Section:
     elif bench.on_gpu:
         raise ConfigError(f"memory_stats() of the GPU gives no bytes_limit: {stats}")
     else:
-        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        total, fraction = pages // bench.mesh.size, 1.0
-    figures = {"memory_bytes": total, "pool_fraction": fraction}
+        total, fraction = host_bytes() // bench.mesh.size, 1.0
+    figures = {
+        "memory_bytes": total,
+        "pool_fraction": fraction,
+        "host_memory_bytes": host_bytes(),
+    }
     return Section(
         figures=figures, details={key: int(value) for key, value in stats.items()}
     )

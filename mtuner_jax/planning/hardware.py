@@ -12,13 +12,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from mtuner_jax.configs import ConfigError
-from mtuner_jax.planning import hardware_presets
+from mtuner_jax.planning import hardware_checks, hardware_presets
 
 VERSION = 1
 DIRECTORY_VARIABLE = "MTUNER_HARDWARE_DIR"
 # Without an accelerator a run stands in for this machine, as `--mesh auto` does.
 WITHOUT_ACCELERATOR = "pcie8"
 _CPU = "cpu"
+_DEVICES_PER_HOST = 8
+_PINNED_SHARE = 0.8  # the rest is for the processes and the system
 _POSITIVE = (
     "memory_bytes",
     "pool_fraction",
@@ -44,8 +46,8 @@ class Link:
     latency_s: float
 
     def __post_init__(self):
-        _check_number("link", "bytes_per_s", self.bytes_per_s, least=None)
-        _check_number("link", "latency_s", self.latency_s, least=0.0)
+        hardware_checks.number("link", "bytes_per_s", self.bytes_per_s, least=None)
+        hardware_checks.number("link", "latency_s", self.latency_s, least=0.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,8 @@ class Hardware:
         runs beside it.
       sources: {field: where its figure comes from}; `assumed: ...` where nobody
         measured it.
+      host_memory_bytes: Of a host of up to eight cards; 0 where nobody said, which
+        limits nothing.
     """
 
     name: str
@@ -88,15 +92,18 @@ class Hardware:
     host_bytes_per_s: float
     overlap_slowdown: float
     sources: dict[str, str]
+    host_memory_bytes: int = 0
 
     def __post_init__(self):
         for field in _POSITIVE:
-            _check_number(self.name, field, getattr(self, field), least=None)
-        _check_number(self.name, "kernel_s", self.kernel_s, least=0.0)
-        _check_number(self.name, "reserve_bytes", self.reserve_bytes, least=0)
-        _check_number(self.name, "overlap_slowdown", self.overlap_slowdown, least=1.0)
-        _check_links(self)
-        _check_matmul(self)
+            hardware_checks.number(self.name, field, getattr(self, field), least=None)
+        for field in ("kernel_s", "reserve_bytes", "host_memory_bytes"):
+            hardware_checks.number(self.name, field, getattr(self, field), least=0)
+        hardware_checks.number(
+            self.name, "overlap_slowdown", self.overlap_slowdown, least=1.0
+        )
+        hardware_checks.links(self.name, self.links, self.mesh_sizes)
+        hardware_checks.matmul(self.name, self.matmul_flops_per_s)
         if self.pool_fraction > 1.0 or self.budget_bytes <= 0:
             raise ConfigError(
                 f"hardware {self.name}: pool_fraction={self.pool_fraction} of "
@@ -114,6 +121,16 @@ class Hardware:
     def budget_bytes(self) -> int:
         """Bytes that a compiled step may take on a device."""
         return int(self.memory_bytes * self.pool_fraction) - self.reserve_bytes
+
+    @property
+    def devices_per_host(self) -> int:
+        """Cards of the mesh that share a host's memory."""
+        return min(self.num_devices, _DEVICES_PER_HOST)
+
+    @property
+    def host_budget_bytes(self) -> int:
+        """Pinned host bytes that a device may take; 0 for any number."""
+        return int(_PINNED_SHARE * self.host_memory_bytes) // self.devices_per_host
 
 
 def preset(name: str) -> Hardware:
@@ -255,8 +272,9 @@ def from_json(text: str) -> Hardware:
             f"hardware version {version} is not {VERSION}; run scripts/calibrate.py"
         )
     names = {field.name for field in dataclasses.fields(Hardware)}
+    optional = {"host_memory_bytes"}  # younger than the version
     for what, wrong in (
-        ("misses", names - set(content)),
+        ("misses", names - optional - set(content)),
         ("has", set(content) - names),
     ):
         if wrong:
@@ -365,35 +383,3 @@ def _unknown(name, known):
         f"hardware={name!r} is unknown{hint}; use auto, {', '.join(names)}, or a .json "
         "file of scripts/calibrate.py"
     )
-
-
-def _check_number(name, field, value, *, least):
-    """Finite, and above 0 (`least` None) or at least `least`."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    good = number and math.isfinite(value)
-    if not good or (value <= 0 if least is None else value < least):
-        bound = "above 0" if least is None else f"at least {least}"
-        raise ConfigError(f"hardware {name}: {field}={value!r} must be {bound}")
-
-
-def _check_links(hardware):
-    sizes, links = hardware.mesh_sizes, hardware.links
-    whole = all(type(size) is int and size >= 1 for size in sizes)
-    if len(links) != len(sizes) or not whole:
-        raise ConfigError(
-            f"hardware {hardware.name}: {len(links)} links, mesh_sizes={sizes}; one "
-            "link per axis, sizes whole numbers from 1 on"
-        )
-
-
-def _check_matmul(hardware):
-    pairs = hardware.matmul_flops_per_s
-    tokens = [pair[0] for pair in pairs if len(pair) == 2]
-    if not pairs or len(tokens) != len(pairs) or tokens != sorted(set(tokens)):
-        raise ConfigError(
-            f"hardware {hardware.name}: matmul_flops_per_s at tokens {tokens}; one "
-            "pair or more, tokens ascending"
-        )
-    for count, rate in pairs:
-        _check_number(hardware.name, "matmul_flops_per_s tokens", count, least=1)
-        _check_number(hardware.name, f"rate at {count} tokens", rate, least=None)

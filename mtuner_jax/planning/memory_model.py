@@ -188,11 +188,10 @@ def layer_bytes(
         for axes in (segment.fwd_keep_axes, segment.bwd_keep_axes)
     ]
     on_host = segment.saved is Saved.LAYER_INPUT_ON_HOST
-    stream = rows * workload.max_length * workload.hidden_size
     return LayerBytes(
         rest=rest + workload.replicated_layer_weights * workload.element_bytes,
         saved=saved_bytes(workload, segment.saved, rows=rows),
-        layer_input=0 if on_host else stream * workload.element_bytes,
+        layer_input=0 if on_host else stream_bytes(workload, rows=rows),
         fwd_copy=copies[0],
         bwd_copy=copies[1],
         transient=transients.layer(
@@ -203,6 +202,20 @@ def layer_bytes(
             merge_gathers=merge_gathers,
         ),
     )
+
+
+def host_bytes(plan: Plan, workload: Workload) -> int:
+    """Pinned host memory of a device: layer inputs that wait there."""
+    return sum(
+        segment.num_layers * stream_bytes(workload, rows=_rows(plan, index))
+        for index, segment in enumerate(plan.segments)
+        if segment.saved is Saved.LAYER_INPUT_ON_HOST
+    )
+
+
+def stream_bytes(workload: Workload, *, rows: int) -> int:
+    """Bytes of a layer's input."""
+    return rows * workload.max_length * workload.hidden_size * workload.element_bytes
 
 
 def held_bytes(workload: Workload, mesh_sizes: Sequence[int], axes: int) -> int:
@@ -238,7 +251,7 @@ def static_bytes(workload: Workload, step: StepChoices) -> Static:
     adapted = sum(linear.rank > 0 for linear in workload.linears)
     results = 3 * (2 * adapted + 1) + 3  # adapters, moments, counters; metrics
     tokens = step.microbatch * workload.max_length
-    stream = tokens * workload.hidden_size * workload.element_bytes
+    stream = stream_bytes(workload, rows=step.microbatch)
     gathered = transients.gathered_bytes(workload, step.head, devices=devices)
     boundary = 2 * stream + gathered if step.tail_chunks > 1 else 0
     return Static(
@@ -257,8 +270,7 @@ def static_bytes(workload: Workload, step: StepChoices) -> Static:
 
 def _loss_transient(workload, step):
     devices = math.prod(step.mesh_sizes)
-    tokens = step.microbatch * workload.max_length
-    streams = 2 * tokens * workload.hidden_size * workload.element_bytes
+    streams = 2 * stream_bytes(workload, rows=step.microbatch)
     embedding, head = (
         transients.gathered_bytes(workload, table, devices=devices)
         for table in (step.embedding, step.head)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mtuner_jax.planning import arenas, passes, time_model, transients
+from mtuner_jax.planning import arenas, memory_model, passes, time_model, transients
 from mtuner_jax.planning.hardware import Hardware
 from mtuner_jax.planning.memory_model import LayerBytes
 from mtuner_jax.planning.plans import Saved, SegmentPlan
@@ -94,6 +94,26 @@ def treatments(mesh_sizes: Sequence[int]) -> Iterator[SegmentPlan]:
                 )
 
 
+def allowed(
+    workload: Workload, hardware: Hardware, *, mesh_sizes: Sequence[int], rows: int
+) -> Iterator[SegmentPlan]:
+    """The treatments that the host's memory allows, for so many rows at once."""
+    holds = host_holds(workload, hardware, rows=rows)
+    for segment in treatments(mesh_sizes):
+        if holds or segment.saved is not Saved.LAYER_INPUT_ON_HOST:
+            yield segment
+
+
+def host_holds(workload: Workload, hardware: Hardware, *, rows: int) -> bool:
+    """Whether the inputs of all layers may wait on the host, as far as anybody said.
+
+    A plan in which those of some layers could is not looked for.
+    """
+    needed = workload.num_layers * memory_model.stream_bytes(workload, rows=rows)
+    budget = hardware.host_budget_bytes
+    return not budget or needed <= budget
+
+
 def worth_trying(
     workload: Workload,
     hardware: Hardware,
@@ -118,7 +138,7 @@ def worth_trying(
         rows=rows,
         merge_gathers=merge_gathers,
     )
-    segments = list(treatments(mesh_sizes))
+    segments = list(allowed(workload, hardware, mesh_sizes=mesh_sizes, rows=rows))
     memory = [place.memory(segment) for segment in segments]
     times = [
         time_model.layer(place, segment, taken)

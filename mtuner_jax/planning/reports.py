@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from mtuner_jax.planning import plans
+from mtuner_jax.planning import memory_model, plans
 from mtuner_jax.planning.hardware import Hardware
 from mtuner_jax.planning.memory_model import Forecast
 from mtuner_jax.planning.plans import Plan
@@ -61,9 +61,20 @@ class Report:
     search_s: float = 0.0
 
     @property
+    def host_bytes(self) -> int:
+        """Pinned host memory that the plan takes for a device."""
+        return memory_model.host_bytes(self.plan, self.workload)
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether that is there, as far as anybody said."""
+        limit = self.hardware.host_budget_bytes
+        return not limit or self.host_bytes <= limit
+
+    @property
     def fits(self) -> bool:
-        """Whether the forecast is within the budget."""
-        return self.forecast.total_bytes <= self.budget_bytes
+        """Whether the forecast is within the budget, and the host's memory enough."""
+        return self.forecast.total_bytes <= self.budget_bytes and self.fits_host
 
     @property
     def best_static(self) -> Static | None:
@@ -138,6 +149,7 @@ def text(report: Report) -> str:
         plans.table(report.plan),
         _times(report),
         _memory(report.forecast, report.budget_bytes),
+        _host(report),
         _verdict(report),
     ]
     if report.statics:
@@ -211,6 +223,11 @@ def to_data(report: Report) -> dict[str, Any]:
         "fits": report.fits,
         "plan": json.loads(plans.to_json(report.plan)),
         "forecast": _bytes_by_kind(report.forecast),
+        "host": {
+            "bytes_per_device": report.host_bytes,
+            "bytes_per_host": report.host_bytes * report.hardware.devices_per_host,
+            "limit_bytes_per_device": report.hardware.host_budget_bytes or None,
+        },
         "timeline": {
             name: getattr(timeline, name) for name in (*_SECONDS, "tokens_per_s")
         },
@@ -272,10 +289,31 @@ def _memory(forecast, budget_bytes):
     return columns(rows)
 
 
+def _host(report):
+    """Pinned host memory, where a plan takes any."""
+    machine, taken = report.hardware, report.host_bytes
+    if not taken:
+        return ""
+    devices = machine.devices_per_host
+    line = (
+        f"pinned host memory: {_gib(taken)} GiB per device, {_gib(devices * taken)} "
+        f"GiB per host of {devices}"
+    )
+    if not machine.host_memory_bytes:
+        return f"{line}; hardware {machine.name} does not say what a host has"
+    limit = devices * machine.host_budget_bytes
+    return f"{line}, of {_gib(limit)} GiB that may be pinned"
+
+
 def _verdict(report):
     lines = []
-    if not report.fits:
-        over = report.forecast.total_bytes - report.budget_bytes
+    if not report.fits_host:
+        lines.append(
+            "does not fit: the host has less memory than layer_input_on_host pins; "
+            "plan again, or lower max_length"
+        )
+    over = report.forecast.total_bytes - report.budget_bytes
+    if over > 0:
         lines.append(
             f"does not fit: {_gib(over)} GiB above the budget; plan again, or raise "
             "memory_budget"

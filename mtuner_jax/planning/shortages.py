@@ -54,7 +54,9 @@ def least_bytes(
     rows = -(-workload.global_batch_size // math.prod(mesh_sizes))
     treatments = [
         dataclasses.replace(treatment, num_layers=workload.num_layers)
-        for treatment in options.treatments(mesh_sizes)
+        for treatment in options.allowed(
+            workload, hardware, mesh_sizes=mesh_sizes, rows=1
+        )
         if max(treatment.fwd_keep_axes, treatment.bwd_keep_axes) == treatment.rest_axes
     ]
     chosen = [

@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from mtuner_jax.planning import frames, memory_model, passes
+from mtuner_jax.planning import frames, memory_model, options, passes
 from mtuner_jax.planning.frames import Frame
 from mtuner_jax.planning.hardware import Hardware
 from mtuner_jax.planning.plans import Plan, Saved, SegmentPlan
@@ -101,6 +101,10 @@ def _variants(layer, priced) -> Iterator[tuple[float, Plan]]:
     """(seconds of a step, plan) of all variants."""
     workload, hardware, groups = priced
     for group, saved in itertools.product(groups.values(), Saved):
+        rows = group[0].chosen.microbatch
+        on_host = saved is Saved.LAYER_INPUT_ON_HOST
+        if on_host and not options.host_holds(workload, hardware, rows=rows):
+            continue
         layers_s = None
         for frame in group:
             plan = _plan(workload, frame, layer, saved)

@@ -58,6 +58,15 @@ def test_every_section_works_on_eight_cpu_devices(results):
     assert figures == set(calibration.figure_names()) - {"reserve_bytes"}
 
 
+def test_a_hosts_memory_is_what_its_container_may_take(tmp_path):
+    limit = tmp_path / "memory.max"
+    whole = calibration.host_bytes(limit=limit)
+    assert whole > 2**28
+    for text, want in (("max\n", whole), ("12345678\n", 12345678), ("9" * 20, whole)):
+        limit.write_text(text)
+        assert calibration.host_bytes(limit=limit) == want
+
+
 def test_a_calibration_is_a_machine_that_is_found_again(results, tmp_path):
     described = calibration.describe(
         "mine", bench("2x2x2"), results, base=None, stamp="a day, 8 x cpu"

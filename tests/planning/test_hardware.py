@@ -112,6 +112,18 @@ def test_what_is_no_machine_is_an_error(text, error):
         hardware.from_json(text)
 
 
+def test_a_hosts_memory_is_shared_by_its_cards_and_may_be_unknown():
+    assert PCIE8.host_budget_bytes == 0
+    known = dataclasses.replace(PCIE8, host_memory_bytes=10 * 2**30)
+    assert known.host_budget_bytes == 2**30
+    assert hardware.fitted(known, (2,)).host_budget_bytes == 4 * 2**30
+    four_hosts = hardware.preset("nvlink32")
+    assert (four_hosts.num_devices, four_hosts.devices_per_host) == (32, 8)
+    older = json.loads(hardware.to_json(PCIE8))
+    del older["host_memory_bytes"]
+    assert hardware.from_json(json.dumps(older)) == PCIE8
+
+
 def test_errors_of_a_file_name_it(folder):
     with pytest.raises(ConfigError, match=r"no\.json'?: no such file"):
         hardware.find(str(folder / "no.json"), mesh_sizes=(2,))

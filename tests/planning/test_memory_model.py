@@ -98,6 +98,22 @@ def test_what_the_tail_saves_lies_where_the_main_part_goes_back():
     assert small.transient == main.transient
 
 
+def test_inputs_on_the_host_take_their_size_there():
+    on_host = plans.Saved.LAYER_INPUT_ON_HOST
+    stream = 4096 * 4096 * 2
+    whole = plan(segment(3, saved=on_host), segment(1), microbatch=4)
+    assert memory_model.host_bytes(whole, workload()) == 3 * 4 * stream
+    parts = plan(
+        segment(1, saved=on_host),
+        segment(3, saved=on_host),
+        microbatch=4,
+        tail_layers=3,
+        tail_chunks=2,
+    )
+    assert memory_model.host_bytes(parts, workload()) == (4 + 3 * 2) * stream
+    assert memory_model.host_bytes(plan(segment()), workload()) == 0
+
+
 def test_a_large_tail_counts_its_stacks_and_its_boundary():
     cut = {"microbatch": 2, "tail_layers": 10, "tail_chunks": 2}
     parts = (segment(2), segment(10, saved=plans.Saved.LINEARS))

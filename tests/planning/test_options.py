@@ -30,6 +30,24 @@ def found_for(machine, mesh_sizes, *, rows=2, merge_gathers=True):
     )
 
 
+# 24 MiB a row in all layers; 80 % of a host's memory over its eight devices.
+@pytest.mark.parametrize(("gib", "most_rows"), [(1, 4), (2, 8), (4, 17)])
+def test_inputs_wait_on_a_host_that_holds_those_of_all_layers(gib, most_rows):
+    machine = dataclasses.replace(
+        hardware.preset("pcie8"), host_memory_bytes=gib * 2**30
+    )
+    assert options.host_holds(SMALL, machine, rows=most_rows)
+    assert not options.host_holds(SMALL, machine, rows=most_rows + 1)
+    assert options.host_holds(SMALL, hardware.preset("pcie8"), rows=10**6)
+    found = options.allowed(SMALL, machine, mesh_sizes=(2, 2, 2), rows=most_rows + 1)
+    everywhere = options.treatments((2, 2, 2))
+    assert list(found) == [
+        segment
+        for segment in everywhere
+        if segment.saved is not Saved.LAYER_INPUT_ON_HOST
+    ]
+
+
 def priced(segment, machine, mesh_sizes):
     place = time_model.Place(
         workload=SMALL,

@@ -122,6 +122,37 @@ def test_a_plan_above_its_budget_is_said_not_to_fit():
     assert f"does not fit: {over:.2f} GiB above the budget" in reports.text(made)
 
 
+def test_pinned_memory_is_told_and_held_against_the_hosts():
+    plan = plans.static(
+        name="fsdp",
+        num_layers=4,
+        mesh_sizes=MESH,
+        rows=(1, 1),
+        saved=plans.Saved.LAYER_INPUT_ON_HOST,
+    )
+    assert "host memory" not in reports.text(report())
+    made = report(plan)
+    pinned = 4 * WORKLOAD.max_length * WORKLOAD.hidden_size * 2
+    assert made.fits and made.host_bytes == pinned
+    amounts = (
+        f"pinned host memory: {pinned / GIB:.2f} GiB per device, "
+        f"{8 * pinned / GIB:.2f} GiB per host of 8"
+    )
+    unknown = f"{amounts}; hardware pcie8 does not say what a host has"
+    assert unknown in reports.text(made)
+    host = reports.to_data(made)["host"]
+    assert host == {
+        "bytes_per_device": pinned,
+        "bytes_per_host": 8 * pinned,
+        "limit_bytes_per_device": None,
+    }
+    small = dataclasses.replace(made.hardware, host_memory_bytes=8 * pinned)
+    tight = dataclasses.replace(made, hardware=small)
+    assert not tight.fits
+    assert f"{amounts}, of 0.01 GiB that may be pinned" in reports.text(tight)
+    assert "does not fit: the host has less memory than" in reports.text(tight)
+
+
 def test_data_are_json_and_hold_the_plan_as_its_file_does():
     made = report()
     made = dataclasses.replace(made, statics=statics(made, 2.0))

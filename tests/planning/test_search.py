@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from mtuner_jax.configs import ConfigError
-from mtuner_jax.planning import hardware, plans, search, shortages
+from mtuner_jax.planning import hardware, memory_model, plans, search, shortages
 from tests import small_plans
 from tests.planning import brute_force
 
@@ -76,17 +76,31 @@ def test_a_step_that_computes_all_the_time_has_one_segment_and_says_so():
     assert len(found.plan.segments) == 1
 
 
-def seventy_on_pcie(budget_gib):
-    """70B, a row a card: every gather is exposed."""
-    workload = small_plans.decoder(
-        num_layers=80, widths=(8192, 28672), heads=(64, 8), rows=(8, 1024)
-    )
+SEVENTY = {"num_layers": 80, "widths": (8192, 28672), "heads": (64, 8)}
+PCIE8 = hardware.preset("pcie8")
+
+
+def seventy_on_pcie(budget_gib, *, rows=8, machine=PCIE8):
+    """70B, rows of 1024 tokens; a row a card exposes every gather."""
     return search.fastest(
-        workload,
-        hardware.preset("pcie8"),
+        small_plans.decoder(**SEVENTY, rows=(rows, 1024)),
+        machine,
         mesh_sizes=(2, 2, 2),
         budget_bytes=budget_gib * 2**30,
     )
+
+
+def test_the_hosts_memory_is_not_exceeded_where_it_is_known():
+    workload = small_plans.decoder(**SEVENTY, rows=(32, 1024))
+    free = seventy_on_pcie(22, rows=32)
+    taken = memory_model.host_bytes(free.plan, workload)
+    # A fifth of a host is not to be pinned; with what is left, half of it fits.
+    host = dataclasses.replace(PCIE8, host_memory_bytes=taken * 8 * 5 // 8)
+    found = seventy_on_pcie(22, rows=32, machine=host)
+    assert taken > 0
+    assert memory_model.host_bytes(found.plan, workload) <= host.host_budget_bytes
+    assert host.host_budget_bytes == pytest.approx(taken / 2, rel=1e-6)
+    assert found.timeline.step_s > free.timeline.step_s
 
 
 def test_what_more_memory_would_win_is_told_up_to_the_card():
@@ -96,7 +110,7 @@ def test_what_more_memory_would_win_is_told_up_to_the_card():
     shares = re.findall(r"(\d+\.\d)% faster with (\d+\.\d) GiB", found.reason)
     (near, near_gib), (most, most_gib) = [map(float, pair) for pair in shares]
     assert 1 < near < most
-    assert 29 < near_gib < most_gib < hardware.preset("pcie8").memory_bytes / 2**30
+    assert 29 < near_gib < most_gib < PCIE8.memory_bytes / 2**30
 
 
 def test_a_full_card_is_told_instead_of_memory_that_no_card_has():
