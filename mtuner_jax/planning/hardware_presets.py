@@ -259,6 +259,18 @@ BOXES: dict[str, Box] = {
         overlap_slowdown=1.1,
         overlap_source=_BESIDE,
     ),
+    "h200x8-pcie": Box(
+        card=H200,
+        mesh_sizes=(2, 2, 2),
+        links=((25 * GB, 150e-6), (25 * GB, 150e-6), (25 * GB, 150e-6)),
+        source=(
+            "assumed: as measured between two H200 with NCCL_P2P_DISABLE=1 (h200x2-pcie)"
+            ", over each axis; eight cards share the host's memory and the link "
+            "between its CPUs, so the slower axes may reach less"
+        ),
+        overlap_slowdown=1.05,
+        overlap_source=_BESIDE,
+    ),
     "l40sx8": Box(
         card=L40S,
         mesh_sizes=(2, 2, 2),
