@@ -272,24 +272,26 @@ def exposed(step, arguments) -> dict[str, float]:
     }
 
 
+def start(args: argparse.Namespace) -> Place:
+    """Starts JAX on the devices asked for."""
+    found = accelerators.look()
+    on_cpu = platforms.runs_on_cpu(args.platform, found)
+    spec = meshes.parse(args.mesh, num_devices=0 if on_cpu else found.num_visible)
+    prepared = platforms.prepare(args.platform, spec.num_devices, mesh=spec.name)
+    print(prepared.line)
+    return Place(
+        mesh=meshes.make(spec, platforms.start(prepared)),
+        asked=spec,
+        on_gpu=not on_cpu,
+        memory_fraction=prepared.memory_fraction,
+    )
+
+
 def main(argv: list[str]) -> None:
     """Runs the configurations and prints one JSON object for each."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     cases = read_cases(argv)
-    first = parse_args(cases[0])
-    found = accelerators.look()
-    on_cpu = platforms.runs_on_cpu(first.platform, found)
-    mesh_spec = meshes.parse(first.mesh, num_devices=0 if on_cpu else found.num_visible)
-    prepared = platforms.prepare(
-        first.platform, mesh_spec.num_devices, mesh=mesh_spec.name
-    )
-    print(prepared.line)
-    place = Place(
-        mesh=meshes.make(mesh_spec, platforms.start(prepared)),
-        asked=mesh_spec,
-        on_gpu=not on_cpu,
-        memory_fraction=prepared.memory_fraction,
-    )
+    place = start(parse_args(cases[0]))
     for case in cases:
         args = parse_args(case)
         result = measure(args, place)

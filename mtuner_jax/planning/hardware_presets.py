@@ -264,9 +264,9 @@ BOXES: dict[str, Box] = {
         mesh_sizes=(2, 2, 2),
         links=((25 * GB, 150e-6), (25 * GB, 150e-6), (25 * GB, 150e-6)),
         source=(
-            "assumed: as measured between two H200 with NCCL_P2P_DISABLE=1 (h200x2-pcie)"
-            ", over each axis; eight cards share the host's memory and the link "
-            "between its CPUs, so the slower axes may reach less"
+            "assumed: over each axis as measured between two H200 with "
+            "NCCL_P2P_DISABLE=1 (h200x2-pcie); eight cards share the host's memory "
+            "and the link between its CPUs, so the slower axes may reach less"
         ),
         overlap_slowdown=1.05,
         overlap_source=_BESIDE,
