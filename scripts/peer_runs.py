@@ -60,7 +60,7 @@ def listed(
         steps_s = sum(max(batch / rows, 0.2) * step_s for batch in batches)
         for number, (checkpointing, mode) in enumerate(VARIANTS):
             run = Run(
-                name=f"{setting}/{model}/{length}/peer-{mode}-{checkpointing}",
+                name=f"{setting}/{pathlib.Path(model).name}/{length}/peer-{mode}-{checkpointing}",
                 kind=Kind.PEER,
                 setting=setting,
                 model=model,

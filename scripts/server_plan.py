@@ -131,7 +131,7 @@ def machine_file(setting: str) -> str:
 def describe(case: tuple[str, str, int, int]) -> str:
     """A case for people."""
     setting, model, max_length, rows = case
-    return f"{setting} {model} {rows} x {max_length}"
+    return f"{setting} {pathlib.Path(model).name} {rows} x {max_length}"
 
 
 def machine(args: argparse.Namespace, mesh: meshes.MeshSpec, setting: str) -> Hardware:
@@ -318,7 +318,8 @@ def _step(args, case, place, variant, folder, *, trace=False) -> Run:
     played = timeline.replay(plan, place.workload, place.hardware)
     forecast = memory_model.forecast(plan, place.workload)
     setting, model, max_length, rows = case
-    name = f"{setting}/{model}/{rows}x{max_length}/{roles[0].replace(' ', '-')}"
+    shape = f"{pathlib.Path(model).name}/{rows}x{max_length}"
+    name = f"{setting}/{shape}/{roles[0].replace(' ', '-')}"
     file = f"plans/{name.replace('/', '-')}.json"
     (folder / file).write_text(plans.to_json(plan), encoding="utf-8")
     return Run(

@@ -1,5 +1,6 @@
 """Results of a list of runs as Markdown, beside what the mTuner paper reports."""
 
+import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -119,7 +120,7 @@ def _cases(progress) -> str:
         body.append(
             [
                 setting,
-                f"{model}, {batch} x {length}",
+                f"{_shape(model)}, {batch} x {length}",
                 _number(ms, 1) or _status(progress, planned),
                 _number(static_ms, 1) or _status(progress, static),
                 name.removeprefix(STATIC).strip(),
@@ -242,7 +243,7 @@ def _peers(progress) -> str:
             body.append(
                 [
                     run.setting,
-                    f"{run.model}, {run.max_length}",
+                    f"{_shape(run.model)}, {run.max_length}",
                     run.roles[0],
                     f"{one['batch']:g}",
                     f"{one['step_ms']:,.0f}",
@@ -255,7 +256,7 @@ def _peers(progress) -> str:
             body.append(
                 [
                     run.setting,
-                    f"{run.model}, {run.max_length}",
+                    f"{_shape(run.model)}, {run.max_length}",
                     run.roles[0],
                     f"{found['first_not']:g}",
                     text,
@@ -283,7 +284,7 @@ def _missing(progress) -> str:
         f"- {case}: no plan fits ({why})" for case, why in progress.listed.unplanned
     ]
     texts += [
-        f"- {_NOT_RUN}: {setting} {model}: {', '.join(names)}"
+        f"- {_NOT_RUN}: {setting} {_shape(model)}: {', '.join(names)}"
         for (setting, model), names in not_run.items()
     ]
     return "\n".join(texts or ["Nothing."]) + "\n"
@@ -342,7 +343,12 @@ def _status(progress, run) -> str:
 
 def _label(case) -> str:
     setting, model, length, batch = case
-    return f"{setting} {model}, {batch} x {length}"
+    return f"{setting} {_shape(model)}, {batch} x {length}"
+
+
+def _shape(model: str) -> str:
+    """A model without the folder that it lies in."""
+    return pathlib.PurePath(model).name
 
 
 def _change(value: float, base: float) -> str:
