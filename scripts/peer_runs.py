@@ -7,6 +7,7 @@ LIGER and MEMORY_GIB; for each case it prints a line with `batch=B/GPU`, `X ms`,
 """
 
 import argparse
+import contextlib
 import itertools
 import math
 import os
@@ -17,6 +18,7 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -137,14 +139,17 @@ def measure(
         text=True,
         start_new_session=True,
     )
+    assert process.stdout is not None
+    deadline = time.monotonic() + limit_s
     timer = threading.Timer(limit_s, end, [process])
     timer.start()
     try:
         result, output = _collect(process, run)
     finally:
-        in_time = timer.is_alive()
+        in_time = time.monotonic() < deadline
         timer.cancel()
         end(process)
+        process.stdout.close()
     if result is None and not in_time:
         raise TimeoutError(f"not done after {limit_s:.0f} s")
     if result is None:
@@ -155,7 +160,8 @@ def measure(
 def end(process: subprocess.Popen) -> None:
     """Ends a process with all it started, if it still runs."""
     if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # ended meanwhile
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 

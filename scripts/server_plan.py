@@ -97,8 +97,9 @@ def make(args: argparse.Namespace, folder: pathlib.Path) -> RunList:
     for case in itertools.product(
         args.settings, args.models, args.max_lengths, args.global_batch_sizes
     ):
+        place = _place(args, mesh, machines, case)
         try:
-            cells.append(_cell(args, mesh, machines, case))
+            cells.append(_cell(case, place))
             print(f"{describe(case)}: {cells[-1].gain:.2f}x predicted", flush=True)
         except ConfigError as error:
             unplanned.append((describe(case), str(error)))
@@ -181,8 +182,8 @@ def _setting(args, name, found) -> Setting:
     )
 
 
-def _cell(args, mesh, machines, case) -> Cell:
-    place = _place(args, mesh, machines, case)
+def _cell(case, place: ablations.Place) -> Cell:
+    """Raises a ConfigError if no plan fits."""
     priced = (place.workload, place.hardware)
     limits = {"mesh_sizes": place.mesh_sizes, "budget_bytes": place.budget_bytes}
     planned = search.fastest(*priced, **limits).plan

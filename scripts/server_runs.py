@@ -29,7 +29,7 @@ from scripts import peer_runs, server_plan
 
 BAD_INPUT = 2
 _START_S = 45.0  # imports, CUDA, the first collective
-_END_S = 8.0  # kept back to end processes
+_END_S = 12.0  # kept back to end processes
 _POLL_S = 0.5
 _TAIL_CHARS = 800
 _CHILD = pathlib.Path(__file__).with_name("server_measure.py")
@@ -85,7 +85,7 @@ def _run_flags(step: argparse.ArgumentParser) -> None:
     step.add_argument("--results", type=pathlib.Path, help="folder for new results")
     step.add_argument("--peer_script", type=pathlib.Path, help="PyTorch's, see docs")
     step.add_argument("--peer_launcher", default="torchrun")
-    step.add_argument("--match", default="", help="only runs with this in their name")
+    step.add_argument("--match", nargs="*", default=[""], help="only such names")
 
 
 def _table_flags(step: argparse.ArgumentParser) -> None:
@@ -217,7 +217,7 @@ class _Caller:
     def wanted(self, one: Run) -> bool:
         """Whether this call makes a run."""
         has_script = one.kind is not Kind.PEER or self.args.peer_script is not None
-        return has_script and self.args.match in one.name
+        return has_script and any(part in one.name for part in self.args.match)
 
     def start_s(self, one: Run) -> float:
         """What a process takes before its first run; in a peer's expectation."""
