@@ -9,7 +9,6 @@ LIGER and MEMORY_GIB; for each case it prints a line with `batch=B/GPU`, `X ms`,
 import argparse
 import contextlib
 import itertools
-import math
 import os
 import pathlib
 import re
@@ -29,7 +28,10 @@ from mtuner_jax.training.run_lists import Kind, Run, RunList
 VARIANTS = tuple(itertools.product(("1", "0"), ("zero3", "ddp", "zero2")))
 _IN_A_ROUND = 2
 OUT_OF_MEMORY = "out of memory"
-_START_S, _CASE_S, _STEPS, _SLOWER = 60.0, 15.0, 6, 1.5
+# A start of all processes; of each case, the model's, its steps, each so many times as
+# long as ours, and at least a share of the largest batch's.
+_START_S, _CASE_S, _STEPS, _SLOWER, _LEAST_SHARE = 60.0, 15.0, 6, 1.5, 0.2
+_MOST_S = 450.0
 _TAIL_CHARS = 600
 _LINE = re.compile(
     r"batch=(?P<batch>\d+)/GPU.* (?P<step_ms>[\d.]+) ms "
@@ -55,11 +57,10 @@ def listed(
     for (setting, model, length), group in groups.items():
         largest = max(group, key=lambda cell: cell.case[3])
         rows = max(largest.case[3] // args.devices, 1)
-        batches = [2**power for power in range(int(math.log2(rows)) + 1)]
         plan = largest.statics[0][1] if largest.statics else largest.planned
         step_s = largest.place.step_s(plan)
         least = min(rounds[cell.case] for cell in group)
-        steps_s = sum(max(batch / rows, 0.2) * step_s for batch in batches)
+        batches, expected_s = _batches(rows, step_s)
         for number, (checkpointing, mode) in enumerate(VARIANTS):
             run = Run(
                 name=f"{setting}/{pathlib.Path(model).name}/{length}/peer-{mode}-{checkpointing}",
@@ -72,12 +73,27 @@ def listed(
                 arguments=tuple(
                     f"{batch},{length},{checkpointing},{mode}" for batch in batches
                 ),
-                expected_s=round(
-                    _START_S + len(batches) * _CASE_S + _STEPS * _SLOWER * steps_s,
-                    1,
-                ),
+                expected_s=round(expected_s, 1),
             )
             yield run, least + number // _IN_A_ROUND
+
+
+def _batches(rows: int, step_s: float) -> tuple[list[int], float]:
+    """Rows per device to try, and the seconds of all, as many as a call has time for.
+
+    Args:
+      rows: The most.
+      step_s: Of our static plan with that many.
+    """
+    found, expected_s = [1], _START_S
+    while True:
+        share = max(found[-1] / rows, _LEAST_SHARE)
+        expected_s += _CASE_S + _STEPS * _SLOWER * share * step_s
+        following = 2 * found[-1]
+        following_s = _CASE_S + _STEPS * _SLOWER * following / rows * step_s
+        if following > rows or expected_s + following_s > _MOST_S:
+            return found, expected_s
+        found.append(following)
 
 
 def check(script: pathlib.Path, launcher: str) -> None:
@@ -123,10 +139,10 @@ def measure(
 
     Returns:
       {"batches": a record for each batch that fitted, "first_not": the first that did
-      not, 0 if all did}.
+      not, 0 if none was tried}. What was measured when time is over is kept.
 
     Raises:
-      TimeoutError: It did not end in time.
+      TimeoutError: There was no batch in time.
       RuntimeError: It ended without results for a batch; the text is its last output.
     """
     *launcher, script = command
@@ -150,11 +166,11 @@ def measure(
         timer.cancel()
         end(process)
         process.stdout.close()
-    if result is None and not in_time:
-        raise TimeoutError(f"not done after {limit_s:.0f} s")
-    if result is None:
-        raise RuntimeError(f"ended before its last batch: {output}")
-    return result
+    if result["ended"] or (result["batches"] and not in_time):
+        return {name: result[name] for name in ("batches", "first_not")}
+    if not in_time:
+        raise TimeoutError(f"nothing after {limit_s:.0f} s")
+    raise RuntimeError(f"ended before its last batch: {output}")
 
 
 def end(process: subprocess.Popen) -> None:
@@ -165,21 +181,24 @@ def end(process: subprocess.Popen) -> None:
         process.wait()
 
 
-def _collect(process, run):
-    """What the lines say; (None, last output) if they end before the last batch."""
-    batches: list[dict[str, float]] = []
+def _collect(process, run) -> tuple[dict[str, Any], str]:
+    """(what the lines say and whether the last one came, the last output)."""
+    found: dict[str, Any] = {"batches": [], "first_not": 0.0, "ended": False}
     output = ""
     for line in process.stdout:
         output = (output + line)[-_TAIL_CHARS:]
         match = _LINE.search(line)
+        tried = len(found["batches"])
         if match:
-            batches.append({key: float(v) for key, v in match.groupdict().items()})
-        if OUT_OF_MEMORY in line:
-            wanted = float(run.arguments[len(batches)].partition(",")[0])
-            return {"batches": batches, "first_not": wanted}, output
-        if len(batches) == len(run.arguments):
-            return {"batches": batches, "first_not": 0.0}, output
-    return None, output
+            numbers = {key: float(v) for key, v in match.groupdict().items()}
+            found["batches"].append(numbers)
+            found["ended"] = tried + 1 == len(run.arguments)
+        elif OUT_OF_MEMORY in line:
+            wanted = float(run.arguments[tried].partition(",")[0])
+            found |= {"first_not": wanted, "ended": True}
+        if found["ended"]:
+            break
+    return found, output
 
 
 def _label(checkpointing):

@@ -35,6 +35,7 @@ SLOW, FAST = "slow", "fast"
 BUDGET_SHARE = 0.97
 _NUM_STATICS = 2
 _DIGITS = 2
+_GAIN_STEP, _MOST_GAIN = 0.05, 99.0
 # A run before its steps: weights, first call; compiling, for each segment beyond one.
 _LOAD_S, _COMPILE_S, _SEGMENT_S = 15.0, 15.0, 6.0
 _LONG_STEP_S = 2.0  # profiled once only, see engines/profile_guided.py
@@ -232,7 +233,7 @@ def _ranked(args, mesh, cells: Sequence[Cell], folder) -> Iterator[Ranked]:
         first, place = rounds[cell.case], order[cell.case[0]]
         for number, run in enumerate(_steps(args, cell, folder)):
             later = number > 1  # the second static plan
-            yield Ranked(first + later, place, 1, -min(cell.gain, 99.0), run)
+            yield Ranked(first + later, place, 1, -min(cell.gain, _MOST_GAIN), run)
     for run in _fillings(args, cells, folder):
         yield Ranked(0, order[run.setting], 2, 0.0, run)
     for run in _tails(args, mesh, machines, folder):
@@ -250,10 +251,15 @@ def _rounds(cells):
     for group in groups.values():
         ordered = sorted(
             group,
-            key=lambda c: (-round(c.gain, _DIGITS), c.place.step_s(c.planned), c.case),
+            key=lambda c: (-_steps_of_gain(c), c.place.step_s(c.planned), c.case),
         )
         found |= {cell.case: number for number, cell in enumerate(ordered)}
     return found
+
+
+def _steps_of_gain(cell: Cell) -> int:
+    """Gains that differ by less are the same, and the shorter step decides."""
+    return round(min(cell.gain, _MOST_GAIN) / _GAIN_STEP)
 
 
 def _steps(args, cell: Cell, folder) -> list[Run]:
@@ -270,7 +276,9 @@ def _fillings(args, cells, folder) -> list[Run]:
     best: dict[str, tuple[list[float], Cell, dict[str, Plan]]] = {}
     for cell in cells:
         found = ablations.fillings(cell.place) if cell.case[0] == SLOW else {}
-        if not found:
+        several = len(cell.place.mesh_sizes) > 1
+        alike = len(set(found.values())) < len(found)
+        if not found or (several and alike):
             continue
         nothing_s, one_s, best_s = (cell.place.step_s(plan) for plan in found.values())
         gains = [round(seconds / best_s, _DIGITS) for seconds in (one_s, nothing_s)]

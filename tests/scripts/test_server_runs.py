@@ -42,7 +42,7 @@ for case in sys.argv[1:]:
 """
 LAUNCHER = """
 import subprocess, sys
-assert sys.argv[1:3] == ["--nproc-per-node", "2"], sys.argv
+assert sys.argv[1:3] == ["--nproc-per-node", "8"], sys.argv
 sys.exit(subprocess.run([sys.executable, *sys.argv[3:]]).returncode)
 """
 
@@ -66,16 +66,25 @@ def planned(tmp_path_factory):
 
 @pytest.fixture
 def tiny(tmp_path):
-    """A list for two virtual CPU devices with a model of two layers."""
+    """A list for eight virtual CPU devices with a model of two layers."""
     shape = tmp_path / "tiny"
     shape.mkdir()
     (shape / "config.json").write_text(json.dumps(SHAPE))
     folder = tmp_path / "runs"
     listed = plan(
         folder,
-        *("--platform", "cpu", "--settings", "slow", "--slow_cap", "1"),
+        *(
+            "--platform",
+            "cpu",
+            "--devices",
+            "8",
+            "--settings",
+            "slow",
+            "--slow_cap",
+            "1",
+        ),
         *("--models", str(shape), "--max_lengths", "64", "--seconds", "0.01"),
-        *("--global_batch_sizes", "16", "--tail_rows"),
+        *("--global_batch_sizes", "32", "--tail_rows"),
     )
     return folder, listed
 
@@ -113,7 +122,8 @@ def test_most_deciding_runs_come_first(planned):
     # Of each setting: the case with most to be won, its best static plan beside it.
     firsts = [run for run in listed.runs if server_plan.PLANNED in run.roles]
     gains = [gain(listed, run) for run in firsts if run.setting == "slow"]
-    assert gains == sorted(gains, reverse=True) and gains[0] > 1.2
+    assert gains[0] > 1.2
+    assert all(one > other - 0.05 for one, other in itertools.pairwise(gains))
     assert any(role.startswith("static") for role in listed.runs[2].roles)
     order = [
         setting for setting, _ in itertools.groupby(r.setting for r in listed.runs)
@@ -181,7 +191,7 @@ def test_runs_end_to_end_and_are_not_made_again(tiny):
         )
         assert done.returncode == 0, done.stderr
         outputs.append(done.stdout)
-    assert "tiny/16x64/planned: done" in outputs[0]
+    assert "tiny/32x64/planned: done" in outputs[0]
     assert outputs[1].count("\n") == 1
     progress = run_records.read(listed, [folder / "results"])
     links, step = listed.runs[:2]
@@ -190,8 +200,8 @@ def test_runs_end_to_end_and_are_not_made_again(tiny):
     result = progress.result(step)
     assert result["predicted_ms"] == step.predicted_ms
     assert result["predicted_gib"] == step.predicted_gib
-    assert result["device"] == "2 x cpu"
-    assert progress.result(links)["axes"]["tier0"]["group"] == 2
+    assert result["device"] == "8 x cpu"
+    assert progress.result(links)["axes"]["tier0"]["group"] == 8
     table = folder / "table.md"
     assert (
         server_runs.main(["table", "--folder", str(folder), "--output", str(table)])
@@ -269,7 +279,7 @@ def test_a_peer_that_hangs_is_cut_off(tiny):
     command = [sys.executable, "-c", "import time; time.sleep(100)", str(script)]
     peer = next(one for one in listed.runs if one.kind is Kind.PEER)
     start = time.monotonic()
-    with pytest.raises(TimeoutError, match="not done after 1 s"):
+    with pytest.raises(TimeoutError, match="nothing after 1 s"):
         peer_runs.measure(peer, listed, command, limit_s=1.0)
     assert time.monotonic() - start < 20
 
