@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import llama, llama_configs, llama_sizes
+from models import llama, llama_configs
 from mtuner_jax import accelerators, meshes, platforms, sizes
 from mtuner_jax.adapters import lora
 from mtuner_jax.configs import ConfigError, LoraConfig, OptimizerConfig, Platform
@@ -66,7 +66,7 @@ class Place:
 def parse_args(argv: list[str]) -> argparse.Namespace:
     """Reads the command line, or the flags of a case."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="llama2-7b", choices=llama_sizes.SIZES)
+    parser.add_argument("--model", default="llama2-7b", help="shape, or its folder")
     parser.add_argument("--random_init", action="store_true", required=True)
     parser.add_argument("--mesh", default="auto")
     parser.add_argument("--platform", default=Platform.AUTO, type=Platform)
@@ -184,21 +184,18 @@ def make_plan(args: argparse.Namespace, model: llama.Llama, place: Place) -> pla
         report = planning_inputs.search_plan(inputs)
         print(reports.text(report), flush=True)
         return report.plan
-    settings = {
-        "saved": plans.Saved(args.saved),
-        "prefetch": mesh.size > 1 and not args.no_prefetch,
-        "merge_gathers": args.merge_gathers,
-        "embedding": args.embedding,
-        "head": args.head,
-        "weight_dtype": args.dtype,
-        "model": workload.shape_name,
-    }
     plan = plans.static(
         name=args.plan,
         num_layers=model.num_layers,
         mesh_sizes=mesh_sizes,
         rows=(args.microbatch, args.accumulation),
-        **settings,
+        saved=plans.Saved(args.saved),
+        prefetch=mesh.size > 1 and not args.no_prefetch,
+        merge_gathers=args.merge_gathers,
+        embedding=args.embedding,
+        head=args.head,
+        weight_dtype=args.dtype,
+        model=workload.shape_name,
     )
     kept = args.kept_layers or model.num_layers
     (plain,) = plan.segments
@@ -272,24 +269,26 @@ def exposed(step, arguments) -> dict[str, float]:
     }
 
 
+def start(args: argparse.Namespace) -> Place:
+    """Starts JAX on the devices asked for."""
+    found = accelerators.look()
+    on_cpu = platforms.runs_on_cpu(args.platform, found)
+    spec = meshes.parse(args.mesh, num_devices=0 if on_cpu else found.num_visible)
+    prepared = platforms.prepare(args.platform, spec.num_devices, mesh=spec.name)
+    print(prepared.line)
+    return Place(
+        mesh=meshes.make(spec, platforms.start(prepared)),
+        asked=spec,
+        on_gpu=not on_cpu,
+        memory_fraction=prepared.memory_fraction,
+    )
+
+
 def main(argv: list[str]) -> None:
     """Runs the configurations and prints one JSON object for each."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     cases = read_cases(argv)
-    first = parse_args(cases[0])
-    found = accelerators.look()
-    on_cpu = platforms.runs_on_cpu(first.platform, found)
-    mesh_spec = meshes.parse(first.mesh, num_devices=0 if on_cpu else found.num_visible)
-    prepared = platforms.prepare(
-        first.platform, mesh_spec.num_devices, mesh=mesh_spec.name
-    )
-    print(prepared.line)
-    place = Place(
-        mesh=meshes.make(mesh_spec, platforms.start(prepared)),
-        asked=mesh_spec,
-        on_gpu=not on_cpu,
-        memory_fraction=prepared.memory_fraction,
-    )
+    place = start(parse_args(cases[0]))
     for case in cases:
         args = parse_args(case)
         result = measure(args, place)
@@ -304,7 +303,7 @@ def main(argv: list[str]) -> None:
 
 def make_spec(args: argparse.Namespace, place: Place) -> elastic_step.StepSpec:
     """The step of a configuration."""
-    config = llama_sizes.SIZES[args.model]
+    config = planning_inputs.shape(args.model)
     if args.layers:
         config = dataclasses.replace(config, num_layers=args.layers)
     model = llama.Llama(config, attention_implementation=implementation_of(args, place))
@@ -397,4 +396,7 @@ def summary(
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except ConfigError as problem:
+        sys.exit(f"error: {problem}")

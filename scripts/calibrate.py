@@ -54,7 +54,19 @@ def make_bench(args: argparse.Namespace) -> benches.Bench:
     spec = meshes.parse(args.mesh, num_devices=0 if on_cpu else found.num_visible)
     prepared = platforms.prepare(args.platform, spec.num_devices, mesh=spec.name)
     print(prepared.line)
-    sizes = benches.SMALL if on_cpu or args.small else benches.FULL
+    return bench_on(
+        meshes.make(spec, platforms.start(prepared)),
+        memory_fraction=prepared.memory_fraction,
+        small=args.small,
+    )
+
+
+def bench_on(
+    mesh: jax.sharding.Mesh, *, memory_fraction: float, small: bool = False
+) -> benches.Bench:
+    """Where and how it is measured, on devices that JAX has started; CPUs small."""
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    sizes = benches.SMALL if on_cpu or small else benches.FULL
     config = llama_configs.LlamaConfig(
         vocab_size=128,
         hidden_size=sizes.hidden,
@@ -66,10 +78,10 @@ def make_bench(args: argparse.Namespace) -> benches.Bench:
     )
     implementation = "xla" if on_cpu else "cudnn"
     return benches.Bench(
-        mesh=meshes.make(spec, platforms.start(prepared)),
+        mesh=mesh,
         sizes=sizes,
         model=llama.Llama(config, attention_implementation=implementation),
-        memory_fraction=prepared.memory_fraction,
+        memory_fraction=memory_fraction,
     )
 
 

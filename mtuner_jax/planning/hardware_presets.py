@@ -248,6 +248,16 @@ BOXES: dict[str, Box] = {
         overlap_slowdown=_BESIDE_PCIE,
     ),
     "h200x8": _eight_over_nvlink(H200),
+    "h200x8-pcie": Box(
+        card=H200,
+        links=3 * ((25 * GB, 150e-6),),
+        source=(
+            "assumed: over each axis as measured between two H200 with "
+            "NCCL_P2P_DISABLE=1 (h200x2-pcie); eight cards share the host's memory "
+            "and the link between its CPUs, so the slower axes may reach less"
+        ),
+        overlap_slowdown=_BESIDE_PCIE,
+    ),
     "l40sx8": Box(
         card=L40S,
         links=((14 * GB, 60e-6), (19 * GB, 50e-6), (20 * GB, 40e-6)),

@@ -158,7 +158,7 @@ def test_another_mesh_takes_the_links_from_the_slowest_on(sizes):
 def test_too_few_links_are_an_error_that_says_so():
     text = (
         "hardware h200x2 describes 1 links, mesh 2x2x2 has 3 axes; choose another "
-        "mesh or --hardware h200x8, or run"
+        "mesh or --hardware h200x8 or h200x8-pcie, or run"
     )
     with pytest.raises(ConfigError, match=text):
         hardware.find("h200x2", mesh_sizes=(2, 2, 2))
