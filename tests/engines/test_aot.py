@@ -295,7 +295,7 @@ def test_a_tail_in_parts_saves_what_the_formula_says(chunks):
     boundary = 2 * stream  # the tail's input and its gradient
     got = saved - (whole - parts) - boundary
     # It can be less: what the tail saved is gone when the main part goes back.
-    assert 0.9 * want <= got <= 1.1 * want
+    assert 0.85 * want <= got <= 1.1 * want
 
 
 def kinds(layers):
