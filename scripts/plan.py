@@ -25,7 +25,14 @@ from mtuner_jax.engines import aot, elastic_step
 from mtuner_jax.ops import attention
 from mtuner_jax.planning import plans, reports
 from mtuner_jax.planning.hardware import Hardware
-from mtuner_jax.training import cli, logs, optimizers, plan_pictures, plan_plots
+from mtuner_jax.training import (
+    cli,
+    executors,
+    logs,
+    optimizers,
+    plan_pictures,
+    plan_plots,
+)
 from scripts import planning_inputs
 
 BAD_INPUT = 2
@@ -112,14 +119,32 @@ def run(config: PlanConfig) -> int:
     report = make_report(config, inputs)
     say = (lambda text: None) if config.json == "-" else print
     say(reports.text(report))
+    compiled = None
+    if config.verify:
+        compiled = compile_step(config, shape, report, implementation)
+        say("\n" + reports.compiled_text(compiled, report))
+    for _ in range(executors.MAX_REPLANS if config.plan == "auto" else 0):
+        over_bytes = compiled.total_bytes - inputs.budget_bytes if compiled else 0
+        if over_bytes <= 0:
+            break
+        say("\nplanned again with that much less, as train.py does\n")
+        report = search_less(inputs, report.forecast.total_bytes - over_bytes)
+        say(reports.text(report))
+        compiled = compile_step(config, shape, report, implementation)
+        say("\n" + reports.compiled_text(compiled, report))
+    return finish(config, report, compiled)
+
+
+def finish(
+    config: PlanConfig, report: reports.Report, compiled: reports.Compiled | None
+) -> int:
+    """Writes what was asked for; returns the exit code."""
     if config.output:
         write(config.output, plans.to_json(report.plan))
     if config.plot:
         draw(pathlib.Path(config.plot), report)
     data, fits = reports.to_data(report), report.fits
-    if config.verify:
-        compiled = verify(config, shape, report, implementation)
-        say("\n" + reports.compiled_text(compiled, report))
+    if compiled is not None:
         data["compiled"] = dataclasses.asdict(compiled)
         fits = compiled.total_bytes <= report.budget_bytes
     if config.json:
@@ -133,6 +158,13 @@ def make_report(config: PlanConfig, inputs: planning_inputs.Inputs) -> reports.R
         return planning_inputs.search_plan(inputs)
     plan = planning_inputs.read_plan(config.plan, inputs.workload, inputs.mesh_sizes)
     return planning_inputs.compared(planning_inputs.price(plan, inputs))
+
+
+def search_less(inputs: planning_inputs.Inputs, limit_bytes: int) -> reports.Report:
+    """Searches for a plan whose forecast is within a limit below the budget."""
+    less = dataclasses.replace(inputs, budget_bytes=limit_bytes)
+    report = planning_inputs.search_plan(less)
+    return dataclasses.replace(report, budget_bytes=inputs.budget_bytes)
 
 
 def draw(path: pathlib.Path, report: reports.Report) -> None:
@@ -213,7 +245,7 @@ def prepare_verify(hardware: Hardware, implementation: str) -> None:
         )
 
 
-def verify(
+def compile_step(
     config: PlanConfig,
     shape: llama_configs.LlamaConfig,
     report: reports.Report,

@@ -107,7 +107,8 @@ class Builder:
         request = self._request(implementation)
         self.workload = planning_inputs.make_workload(job.opened.config, request)
         self.inputs = self._price(request)
-        self._missing_bytes = 0
+        # What a searched plan's forecast may come to, and what the last one's did.
+        self._limit_bytes = self._forecast_bytes = self.budget_bytes
         self._expected = "not priced"
         _logger.info("model %s: %s", job.opened.name, job.opened.path)
         _logger.info(
@@ -146,7 +147,7 @@ class Builder:
           ConfigError: No plan fits.
           OverBudgetError: It needs more than the budget, with `strict_plan`.
         """
-        self._missing_bytes += missing_bytes
+        self._lower(missing_bytes)
         programs = self._programs(self._plan())
         over_bytes = self._over(programs)
         replans = executors.MAX_REPLANS if self.job.config.plan == "auto" else 0
@@ -157,7 +158,7 @@ class Builder:
                 sizes.gib(over_bytes),
             )
             replans -= 1
-            self._missing_bytes += over_bytes
+            self._lower(over_bytes)
             programs = self._programs(self._plan())
             over_bytes = self._over(programs)
         if over_bytes > 0:
@@ -168,6 +169,11 @@ class Builder:
             programs.spec, weights, max_length=self.job.config.max_length
         )
         return executors.Setup(programs=programs, weights=weights, arenas=arenas)
+
+    def _lower(self, missing_bytes: int) -> None:
+        """Has the next plan predicted to take that much less than the last one."""
+        if missing_bytes > 0:
+            self._limit_bytes = self._forecast_bytes - missing_bytes
 
     def _request(self, implementation):
         job, config = self.job, self.job.config
@@ -215,15 +221,15 @@ class Builder:
             self._write(plans.to_json(plan), None)
             return plan
         if config.plan == "auto":
-            budget_bytes = inputs.budget_bytes - self._missing_bytes
             report = planning_inputs.search_plan(
-                dataclasses.replace(inputs, budget_bytes=budget_bytes)
+                dataclasses.replace(inputs, budget_bytes=self._limit_bytes)
             )
             report = planning_inputs.compared(report)
         else:
             report = planning_inputs.price(self._static(), inputs)
         _logger.info("plan %s\n%s", config.plan, reports.text(report))
-        played, needs = report.timeline, sizes.gib(report.forecast.total_bytes)
+        self._forecast_bytes = report.forecast.total_bytes
+        played, needs = report.timeline, sizes.gib(self._forecast_bytes)
         self._expected = (
             f"{1e3 * played.step_s:,.1f} ms a step and {needs} per device predicted "
             f"for {report.hardware.name}"

@@ -247,7 +247,7 @@ def test_a_run_that_fails_is_recorded_with_its_error(tiny):
     assert run(folder, "--seconds_left", "400", "--match", planned_run.name) == 0
     progress = run_records.read(listed, [folder / "results"])
     assert progress.state(planned_run) is State.FAILED
-    assert "No such file" in progress.error(planned_run)
+    assert "no such file" in progress.error(planned_run)
 
 
 def write_peer(folder):
