@@ -329,9 +329,10 @@ def _fetched(kept, index):
 
 
 def _held_back(kept, state):
-    """Has inputs fetched from the host once the gradient at hand is there.
+    """Has what a segment kept read only once the gradient at hand is there.
 
-    Without it, XLA fetches them right after they were sent where a loop was unrolled.
+    Without it, XLA cuts layers out of the stacks long before outside of loops, and
+    fetches inputs right after they were sent to the host where a loop was unrolled.
     """
     tied: Any = jax.lax.optimization_barrier((kept, state.dx_BTD))
     return tied[0], state._replace(dx_BTD=tied[1])
