@@ -18,7 +18,7 @@ from flax import nnx
 
 from models.llama_configs import LlamaConfig, RopeScaling
 from mtuner_jax.adapters import lora
-from mtuner_jax.ops import attention, dropout, lora_linear, remat
+from mtuner_jax.ops import attention, dropout, lora_linear, tapes
 
 Params = dict[str, Any]
 
@@ -88,7 +88,7 @@ class Attention(nnx.Module):
         x_BTD: jax.Array,
         adapters: lora_linear.LayerAdapters,
         context: Context,
-        tape: remat.Tape,
+        tape: tapes.Tape,
     ) -> jax.Array:
         """[B, T, D] -> [B, T, D]."""
         heads = (*x_BTD.shape[:2], -1, self.head_dim)
@@ -120,7 +120,7 @@ class MLP(nnx.Module):
         self,
         x_BTD: jax.Array,
         adapters: lora_linear.LayerAdapters,
-        tape: remat.Tape,
+        tape: tapes.Tape,
     ) -> jax.Array:
         """[B, T, D] -> [B, T, D]."""
         gate = tape.keep("gate", self.gate_proj(x_BTD, adapters))
@@ -144,7 +144,7 @@ class DecoderLayer(nnx.Module):
         x_BTD: jax.Array,
         adapters: lora_linear.LayerAdapters,
         context: Context,
-        tape: remat.Tape,
+        tape: tapes.Tape,
     ) -> jax.Array:
         """[B, T, D] -> [B, T, D]."""
         normed = tape.keep("attention_input", self.input_layernorm(x_BTD))
@@ -233,7 +233,7 @@ class Llama:
         x_BTD: jax.Array,
         *,
         context: Context,
-        tape: remat.Tape,
+        tape: tapes.Tape,
     ) -> jax.Array:
         """One decoder layer, [B, T, D] -> [B, T, D]."""
         module = nnx.merge(self._graph, nnx.State(_nest(weights)))

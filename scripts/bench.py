@@ -29,20 +29,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from models import llama, llama_configs
-from mtuner_jax import accelerators, meshes, platforms, sizes
 from mtuner_jax.adapters import lora
 from mtuner_jax.configs import ConfigError, LoraConfig, OptimizerConfig, Platform
-from mtuner_jax.engines import (
-    base_weights,
-    compiling,
-    elastic_step,
-    flops,
-    profile_guided,
-)
-from mtuner_jax.engines.states import Batch
+from mtuner_jax.devices import detection, meshes, platforms
+from mtuner_jax.engines import compiling, flops, profile_guided
+from mtuner_jax.engines.elastic import steps
+from mtuner_jax.numbers import sizes
 from mtuner_jax.ops import attention
 from mtuner_jax.planning import plans, reports
+from mtuner_jax.protocols.states import Batch
 from mtuner_jax.training import optimizers
+from mtuner_jax.weights import layouts
 from scripts import planning_inputs
 
 
@@ -149,7 +146,7 @@ def asked(
 
 
 def predict(
-    args: argparse.Namespace, spec: elastic_step.StepSpec, place: Place
+    args: argparse.Namespace, spec: steps.StepSpec, place: Place
 ) -> dict[str, Any]:
     """What the cost model says of the step; nothing for machines without figures."""
     assert isinstance(spec.model, llama.Llama)
@@ -271,7 +268,7 @@ def exposed(step, arguments) -> dict[str, float]:
 
 def start(args: argparse.Namespace) -> Place:
     """Starts JAX on the devices asked for."""
-    found = accelerators.look()
+    found = detection.look()
     on_cpu = platforms.runs_on_cpu(args.platform, found)
     spec = meshes.parse(args.mesh, num_devices=0 if on_cpu else found.num_visible)
     prepared = platforms.prepare(args.platform, spec.num_devices, mesh=spec.name)
@@ -301,13 +298,13 @@ def main(argv: list[str]) -> None:
         gc.collect()
 
 
-def make_spec(args: argparse.Namespace, place: Place) -> elastic_step.StepSpec:
+def make_spec(args: argparse.Namespace, place: Place) -> steps.StepSpec:
     """The step of a configuration."""
     config = planning_inputs.shape(args.model)
     if args.layers:
         config = dataclasses.replace(config, num_layers=args.layers)
     model = llama.Llama(config, attention_implementation=implementation_of(args, place))
-    return elastic_step.StepSpec(
+    return steps.StepSpec(
         model=model,
         plan=make_plan(args, model, place),
         mesh=place.mesh,
@@ -323,17 +320,17 @@ def measure(args: argparse.Namespace, place: Place) -> dict[str, Any]:
     spec = make_spec(args, place)
     plan, model, mesh, on_gpu = spec.plan, spec.model, spec.mesh, place.on_gpu
     optimizer = optimizers.adamw(OptimizerConfig(), lambda step: 1e-4)
-    abstract = base_weights.layout(model, plan, mesh, dtype=jnp.dtype(args.dtype))
-    weights = base_weights.random(abstract, plan, jax.random.key(0))
-    state = elastic_step.init_state(spec, optimizer)
+    abstract = layouts.layout(model, plan, mesh, dtype=jnp.dtype(args.dtype))
+    weights = layouts.random(abstract, plan, jax.random.key(0))
+    state = steps.init_state(spec, optimizer)
     rows = random_batch(plan, max_length=args.max_length, vocab_size=model.vocab_size)
-    batch = elastic_step.put(elastic_step.cut(rows, plan), mesh)
-    arenas = elastic_step.init_arenas(spec, weights, max_length=args.max_length)
+    batch = steps.put(steps.cut(rows, plan), mesh)
+    arenas = steps.init_arenas(spec, weights, max_length=args.max_length)
     guided = on_gpu and mesh.size > 1 and not args.no_profile
     options = compiling.options(on_gpu=on_gpu, merge_gathers=plan.merge_gathers)
     options |= dict(option.split("=", 1) for option in args.xla)
     step = profile_guided.GuidedStep(
-        elastic_step.build_train(spec, optimizer),
+        steps.build_train(spec, optimizer),
         compiler_options=options,
         profile_directory=pathlib.Path(tempfile.mkdtemp()) if guided else None,
     )
@@ -361,7 +358,7 @@ def measure(args: argparse.Namespace, place: Place) -> dict[str, Any]:
 
 
 def summary(
-    args: argparse.Namespace, spec: elastic_step.StepSpec, times: list[float]
+    args: argparse.Namespace, spec: steps.StepSpec, times: list[float]
 ) -> dict[str, Any]:
     """Speed and memory of the timed steps.
 

@@ -22,12 +22,13 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import jax
 
 from models import llama, llama_configs
-from mtuner_jax import accelerators, meshes, platforms
+from mtuner_jax.calibration import benches, sections
 from mtuner_jax.configs import ConfigError, Platform
-from mtuner_jax.engines import benches, calibration
-from mtuner_jax.planning import hardware, hardware_presets, kernel_times, workloads
+from mtuner_jax.devices import detection, meshes, platforms
+from mtuner_jax.hardware import boxes, machines, peak_flops
+from mtuner_jax.planning import workloads
+from mtuner_jax.planning.costs import kernels
 from mtuner_jax.planning.plans import Saved
-from mtuner_jax.training import peak_flops
 
 _RANK = 16
 
@@ -49,7 +50,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
 def make_bench(args: argparse.Namespace) -> benches.Bench:
     """Starts JAX on the devices asked for."""
-    found = accelerators.look()
+    found = detection.look()
     on_cpu = platforms.runs_on_cpu(args.platform, found)
     spec = meshes.parse(args.mesh, num_devices=0 if on_cpu else found.num_visible)
     prepared = platforms.prepare(args.platform, spec.num_devices, mesh=spec.name)
@@ -87,28 +88,28 @@ def bench_on(
 
 def name_and_base(
     name: str, bench: benches.Bench
-) -> tuple[str, hardware.Hardware | None]:
+) -> tuple[str, machines.Hardware | None]:
     """What the machine is called, and the preset of its card if there is one.
 
     Raises:
       ConfigError: The name belongs to a preset of another card.
     """
     device = bench.mesh.devices.flat[0].device_kind
-    boxes = hardware_presets.BOXES
-    name = name or hardware.name_for(device, bench.mesh.size)
-    if name in boxes and boxes[name].card.device != device:
+    presets = boxes.BOXES
+    name = name or machines.name_for(device, bench.mesh.size)
+    if name in presets and presets[name].card.device != device:
         raise ConfigError(
-            f"--name {name} is the preset of {boxes[name].card.device}, this is "
+            f"--name {name} is the preset of {presets[name].card.device}, this is "
             f"{device}; choose another name"
         )
     fitting = [
         known
-        for known, box in boxes.items()
+        for known, box in presets.items()
         if box.card.device == device and len(box.links) >= len(bench.axes)
     ]
     if name in fitting:
-        return name, hardware.preset(name)
-    return name, hardware.preset(fitting[0]) if fitting else None
+        return name, machines.preset(name)
+    return name, machines.preset(fitting[0]) if fitting else None
 
 
 def measure(
@@ -117,7 +118,7 @@ def measure(
     """Runs the sections; the record on disk grows with each."""
     peak = peak_flops.peak_flops_per_s(record["device"])
     results = []
-    for section in calibration.sections(bench):
+    for section in sections.sections(bench):
         rates = [rate for _, rate in section.figures.get("matmul_flops_per_s", ())]
         rates.append(section.figures.get("attention_flops_per_s", 0.0))
         if peak and max(rates) > peak:
@@ -131,10 +132,10 @@ def measure(
     return results
 
 
-def table(described: hardware.Hardware, base: hardware.Hardware | None) -> str:
+def table(described: machines.Hardware, base: machines.Hardware | None) -> str:
     """Each figure, beside the preset's where there is one."""
     lines = [f"{'figure':24} {'here':>12} {'preset':>12}  source"]
-    known = dict(_rows(hardware.fitted(base, described.mesh_sizes)) if base else ())
+    known = dict(_rows(machines.fitted(base, described.mesh_sizes)) if base else ())
     for (field, label), value in _rows(described):
         preset = known.get((field, label))
         text = f"{preset:12.4g}" if preset is not None else f"{'':12}"
@@ -143,9 +144,9 @@ def table(described: hardware.Hardware, base: hardware.Hardware | None) -> str:
     return "\n".join(lines)
 
 
-def _rows(machine: hardware.Hardware):
+def _rows(machine: machines.Hardware):
     """((field, label), figure) one by one."""
-    for field in calibration.figure_names():
+    for field in sections.figure_names():
         if field == "links":
             for axis, link in zip(meshes.AXES, machine.links, strict=False):
                 yield (field, f"{axis} bytes_per_s"), link.bytes_per_s
@@ -158,7 +159,7 @@ def _rows(machine: hardware.Hardware):
 
 
 def layer_check(
-    bench: benches.Bench, described: hardware.Hardware, section: benches.Section
+    bench: benches.Bench, described: machines.Hardware, section: benches.Section
 ) -> str:
     """One decoder layer as measured and as the cost model has it from the figures."""
     sizes, model = bench.sizes, bench.model
@@ -186,9 +187,7 @@ def layer_check(
         element_bytes=jax.numpy.dtype(bench.dtype).itemsize,
         cudnn_attention=bench.on_gpu,
     )
-    forward_s, backward_s = kernel_times.layer(
-        workload, described, Saved.LINEARS, rows=1
-    )
+    forward_s, backward_s = kernels.layer(workload, described, Saved.LINEARS, rows=1)
     measured = (section.details["forward_s"], section.details["forward_and_backward_s"])
     lines = (
         f"layer of {sizes.row_tokens} tokens, {what}: {1e3 * here:.3f} ms measured, "
@@ -214,7 +213,7 @@ def main(argv: list[str]) -> int:
     device = bench.mesh.devices.flat[0].device_kind
     count = math.prod(bench.mesh.shape.values())
     stamp = f"{datetime.date.today()}, {count} x {device}, jax {jax.__version__}"
-    path = args.output or hardware.default_directory() / f"{name}.json"
+    path = args.output or machines.default_directory() / f"{name}.json"
     raw = path.with_suffix(".raw.json")
     raw.parent.mkdir(parents=True, exist_ok=True)
     record = {"name": name, "device": device, "stamp": stamp, "sections": {}}
@@ -223,8 +222,8 @@ def main(argv: list[str]) -> int:
     print(f"single measurements: {raw}")
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
-    described = calibration.describe(name, bench, results, base=base, stamp=stamp)
-    hardware.write(path, described)
+    described = sections.describe(name, bench, results, base=base, stamp=stamp)
+    machines.write(path, described)
     print(table(described, base))
     for section in results:
         if section.name == "layer" and not section.error:

@@ -3,7 +3,7 @@
 import pathlib
 
 from mtuner_jax import configs
-from mtuner_jax.training import config_fields
+from mtuner_jax.settings import config_fields
 
 PATH = pathlib.Path(__file__).parent.parent / "docs" / "configuration.md"
 INTRODUCTION = """\

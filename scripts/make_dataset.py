@@ -93,7 +93,7 @@ def main() -> None:
         "--output",
         type=pathlib.Path,
         default=pathlib.Path(__file__).parents[1]
-        / "mtuner_jax/training/data/python_stdlib_qa.jsonl",
+        / "mtuner_jax/data/python_stdlib_qa.jsonl",
     )
     args = parser.parse_args()
     rows = make_rows()

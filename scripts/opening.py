@@ -8,8 +8,9 @@ from typing import Any
 import transformers
 
 from models import llama_configs, llama_sizes
-from mtuner_jax.checkpoints import gguf_import, hf_import, safetensors_files, sources
+from mtuner_jax.checkpoints import gguf_import, hf_import, safetensors_files
 from mtuner_jax.configs import ConfigError, RunConfig
+from mtuner_jax.weights import sources
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 

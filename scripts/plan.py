@@ -19,20 +19,16 @@ import jax.numpy as jnp
 import pynvml
 
 from models import llama, llama_configs
-from mtuner_jax import accelerators, meshes, platforms
 from mtuner_jax.configs import ConfigError, LoraConfig, OptimizerConfig, Platform
-from mtuner_jax.engines import aot, elastic_step
+from mtuner_jax.devices import detection, meshes, platforms
+from mtuner_jax.engines.elastic import steps
+from mtuner_jax.hardware.machines import Hardware
+from mtuner_jax.inspection import compile_only
 from mtuner_jax.ops import attention
 from mtuner_jax.planning import plans, reports
-from mtuner_jax.planning.hardware import Hardware
-from mtuner_jax.training import (
-    cli,
-    executors,
-    logs,
-    optimizers,
-    plan_pictures,
-    plan_plots,
-)
+from mtuner_jax.plots import plan_pictures, plan_plots
+from mtuner_jax.settings import cli
+from mtuner_jax.training import executors, logs, optimizers
 from scripts import planning_inputs
 
 BAD_INPUT = 2
@@ -192,7 +188,7 @@ def write(name: str, text: str) -> None:
 
 def make_request(config: PlanConfig, implementation: str) -> planning_inputs.Request:
     """The step that the settings ask for; GPUs of this machine count for `auto`."""
-    found = accelerators.look()
+    found = detection.look()
     here = 0 if platforms.runs_on_cpu(Platform.AUTO, found) else found.num_visible
     mesh = meshes.parse(config.mesh, num_devices=here)
     return planning_inputs.Request(
@@ -233,12 +229,12 @@ def prepare_verify(hardware: Hardware, implementation: str) -> None:
     Raises:
       ConfigError: A card that XLA was not told about, or wheels that are missing.
     """
-    aot.target_of(hardware.device)
+    compile_only.target_of(hardware.device)
     platforms.prepare_cpu(1)
-    reason = aot.unavailable_reason()
+    reason = compile_only.unavailable_reason()
     if reason:
         raise ConfigError(f"verify: {reason}")
-    if implementation == "cudnn" and not aot.has_cudnn():
+    if implementation == "cudnn" and not compile_only.has_cudnn():
         raise ConfigError(
             "verify: tracing cuDNN attention asks the library for its version; pip "
             f"install --no-deps {_CUDNN_WHEELS}, or --attention xla"
@@ -252,16 +248,16 @@ def compile_step(
     implementation: str,
 ) -> reports.Compiled:
     """Compiles the plan's step for the machine's GPUs without having them."""
-    target = aot.target_of(report.hardware.device)
+    target = compile_only.target_of(report.hardware.device)
     plan = report.plan
-    spec = elastic_step.StepSpec(
+    spec = steps.StepSpec(
         model=llama.Llama(shape, attention_implementation=implementation),
         plan=plan,
-        mesh=aot.topology_mesh(target, plan.mesh_sizes),
+        mesh=compile_only.topology_mesh(target, plan.mesh_sizes),
         adapters=planning_inputs.adapters(shape, config.lora),
         dropout_rate=config.lora.lora_dropout,
     )
-    result = aot.compile_train(
+    result = compile_only.compile_train(
         spec,
         optimizers.adamw(OptimizerConfig(), lambda step: 1e-4),
         max_length=config.max_length,

@@ -10,21 +10,17 @@ import math
 import pathlib
 
 from models import llama, llama_configs, llama_sizes
-from mtuner_jax import meshes, sizes
 from mtuner_jax.adapters import lora
 from mtuner_jax.checkpoints import gguf_import, hf_import
 from mtuner_jax.configs import ConfigError, LoraConfig
-from mtuner_jax.planning import hardware as machines
-from mtuner_jax.planning import (
-    memory_model,
-    plans,
-    reports,
-    search,
-    static_plans,
-    timeline,
-)
-from mtuner_jax.planning.hardware import Hardware
+from mtuner_jax.devices import meshes
+from mtuner_jax.hardware import machines
+from mtuner_jax.hardware.machines import Hardware
+from mtuner_jax.numbers import sizes
+from mtuner_jax.planning import plans, reports
+from mtuner_jax.planning.costs import forecasts, timelines
 from mtuner_jax.planning.plans import Plan
+from mtuner_jax.planning.searching import search, static_plans
 from mtuner_jax.planning.workloads import Workload
 from scripts import sizing
 
@@ -281,8 +277,8 @@ def price(plan: Plan, inputs: Inputs) -> reports.Report:
         hardware=inputs.hardware,
         budget_bytes=inputs.budget_bytes,
         plan=plan,
-        timeline=timeline.replay(plan, inputs.workload, inputs.hardware),
-        forecast=memory_model.forecast(plan, inputs.workload),
+        timeline=timelines.replay(plan, inputs.workload, inputs.hardware),
+        forecast=forecasts.forecast(plan, inputs.workload),
     )
 
 

@@ -13,8 +13,10 @@ import pathlib
 import sys
 
 from mtuner_jax.configs import ConfigError
-from mtuner_jax.planning import plans, timeline
-from mtuner_jax.training import loss_plots, metrics, plan_pictures, plan_plots
+from mtuner_jax.planning import plans
+from mtuner_jax.planning.costs import timelines
+from mtuner_jax.plots import loss_plots, plan_pictures, plan_plots
+from mtuner_jax.training import metrics
 
 
 def main(argv: list[str]) -> int:
@@ -65,7 +67,7 @@ def draw_plan(run: pathlib.Path, *, microbatch: int | None) -> None:
         print(f"no picture of a plan: {run} has no {' and no '.join(missing)}")
         return
     plan = plans.read(run / "plan.json")
-    played = timeline.read(run / "timeline.json")
+    played = timelines.read(run / "timeline.json")
     plan_plots.write(
         run / "plan.png",
         plan_pictures.picture(plan, played, microbatch=microbatch),

@@ -18,21 +18,20 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from models import llama, llama_hf_names
-from mtuner_jax import accelerators, meshes, sizes
 from mtuner_jax.adapters import lora
 from mtuner_jax.checkpoints import hf_import
 from mtuner_jax.configs import ConfigError, RunConfig
-from mtuner_jax.engines import (
-    aot,
-    base_weights,
-    compiling,
-    elastic_step,
-    profile_guided,
-)
-from mtuner_jax.engines.states import Params
+from mtuner_jax.devices import detection, meshes
+from mtuner_jax.engines import compiling, profile_guided
+from mtuner_jax.engines.elastic import steps
+from mtuner_jax.inspection import compile_only
+from mtuner_jax.numbers import sizes
 from mtuner_jax.ops import attention
-from mtuner_jax.planning import memory_model, plans, reports, timeline
+from mtuner_jax.planning import plans, reports
+from mtuner_jax.planning.costs import forecasts, timelines
+from mtuner_jax.protocols.states import Params
 from mtuner_jax.training import executors, run_dirs
+from mtuner_jax.weights import layouts
 from scripts import opening, planning_inputs
 
 _logger = logging.getLogger("scripts.train")
@@ -165,7 +164,7 @@ class Builder:
             needed = self.budget_bytes + over_bytes
             executors.warn_over_budget(needed, self.budget_bytes)
         weights = self._load(programs.spec)
-        arenas = elastic_step.init_arenas(
+        arenas = steps.init_arenas(
             programs.spec, weights, max_length=self.job.config.max_length
         )
         return executors.Setup(programs=programs, weights=weights, arenas=arenas)
@@ -234,7 +233,7 @@ class Builder:
             f"{1e3 * played.step_s:,.1f} ms a step and {needs} per device predicted "
             f"for {report.hardware.name}"
         )
-        self._write(plans.to_json(report.plan), timeline.to_json(played))
+        self._write(plans.to_json(report.plan), timelines.to_json(played))
         return report.plan
 
     def _static(self) -> plans.Plan:
@@ -279,7 +278,7 @@ class Builder:
     def _programs(self, plan: plans.Plan) -> executors.Programs:
         """The programs of a plan; on several GPUs the step is compiled by a profile."""
         job = self.job
-        spec = elastic_step.StepSpec(
+        spec = steps.StepSpec(
             model=self.model,
             plan=plan,
             mesh=job.mesh,
@@ -289,16 +288,16 @@ class Builder:
         )
         options = compiling.options(on_gpu=job.on_gpu, merge_gathers=plan.merge_gathers)
         guided = job.on_gpu and job.mesh.size > 1 and job.config.profile_guided
-        cache = accelerators.jax_option("jax_compilation_cache_dir") or ""
+        cache = detection.jax_option("jax_compilation_cache_dir") or ""
         return executors.Programs(
             spec=spec,
             train=profile_guided.GuidedStep(
-                elastic_step.build_train(spec, job.optimizer),
+                steps.build_train(spec, job.optimizer),
                 compiler_options=options,
                 profile_directory=pathlib.Path(cache, "profiles") if guided else None,
             ),
-            evaluate=elastic_step.build_eval(spec, compiler_options=options),
-            state_shardings=elastic_step.state_shardings(spec, job.optimizer),
+            evaluate=steps.build_eval(spec, compiler_options=options),
+            state_shardings=steps.state_shardings(spec, job.optimizer),
             learning_rate=job.learning_rate,
         )
 
@@ -308,7 +307,7 @@ class Builder:
         needed = self._compiled_bytes(programs, inputs.hardware) if inputs else None
         if inputs is None or needed is None:
             return 0
-        predicted = memory_model.forecast(programs.spec.plan, inputs.workload)
+        predicted = forecasts.forecast(programs.spec.plan, inputs.workload)
         over_bytes = needed - self.budget_bytes
         _logger.info(
             "memory per device: %s predicted, %s compiled, budget %s",
@@ -323,7 +322,7 @@ class Builder:
     def _compiled_bytes(self, programs, hardware) -> int | None:
         """What the step takes on a GPU; None where that cannot be known."""
         job = self.job
-        arguments = aot.abstract_arguments(
+        arguments = compile_only.abstract_arguments(
             programs.spec,
             job.optimizer,
             max_length=job.config.max_length,
@@ -335,12 +334,12 @@ class Builder:
         if not job.config.verify_plan:
             return None
         try:
-            target = aot.target_of(hardware.device)
-            mesh = aot.topology_mesh(target, programs.spec.plan.mesh_sizes)
+            target = compile_only.target_of(hardware.device)
+            mesh = compile_only.topology_mesh(target, programs.spec.plan.mesh_sizes)
         except ConfigError as error:
             _logger.info("memory was not checked by compiling: %s", error)
             return None
-        result = aot.compile_train(
+        result = compile_only.compile_train(
             dataclasses.replace(programs.spec, mesh=mesh),
             job.optimizer,
             max_length=job.config.max_length,
@@ -348,22 +347,20 @@ class Builder:
         )
         return result.allocated.total + result.cudnn_workspace_bytes
 
-    def _load(self, spec: elastic_step.StepSpec) -> Params:
+    def _load(self, spec: steps.StepSpec) -> Params:
         """The frozen weights in their shardings, from disk or random."""
         job = self.job
         dtype = jnp.dtype(job.dtype)
-        abstract = base_weights.layout(spec.model, spec.plan, spec.mesh, dtype=dtype)
+        abstract = layouts.layout(spec.model, spec.plan, spec.mesh, dtype=dtype)
         _logger.info(
             "frozen weights: %s in %s per device",
-            sizes.gib(base_weights.num_bytes(abstract)),
+            sizes.gib(layouts.num_bytes(abstract)),
             dtype.name,
         )
         if job.config.random_init:
             key = jax.random.key(job.config.seed)
-            return base_weights.random(abstract, spec.plan, key)
-        names = base_weights.locate(
-            llama_hf_names.tensors(job.opened.config), spec.plan
-        )
+            return layouts.random(abstract, spec.plan, key)
+        names = layouts.locate(llama_hf_names.tensors(job.opened.config), spec.plan)
         return hf_import.load(job.opened.source, names, abstract)
 
 

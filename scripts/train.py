@@ -15,26 +15,17 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import jax
 from jax.sharding import Mesh
 
-from mtuner_jax import accelerators, meshes, platforms
 from mtuner_jax.adapters import lora
 from mtuner_jax.checkpoints import hf_export, metas, step_dirs, store
 from mtuner_jax.configs import ConfigError, Platform, RunConfig
-from mtuner_jax.engines import (
-    elastic_step,
-    flops,
-)
-from mtuner_jax.engines.states import Params, TrainState
-from mtuner_jax.training import (
-    cli,
-    logs,
-    loops,
-    metrics,
-    optimizers,
-    peak_flops,
-    reports,
-    run_dirs,
-)
-from mtuner_jax.training.data import loading
+from mtuner_jax.data import loading
+from mtuner_jax.devices import detection, meshes, platforms
+from mtuner_jax.engines import flops
+from mtuner_jax.engines.elastic import steps
+from mtuner_jax.hardware import peak_flops
+from mtuner_jax.protocols.states import Params, TrainState
+from mtuner_jax.settings import cli
+from mtuner_jax.training import logs, loops, metrics, optimizers, reporters, run_dirs
 from scripts import opening, setups
 
 RECIPE = pathlib.Path(__file__).resolve().parent.parent / "examples/default.yaml"
@@ -137,7 +128,7 @@ def run_steps(
     with keeper.checkpoints:
         setup = builder.build()
         spec = setup.programs.spec
-        state = elastic_step.init_state(spec, job.optimizer)
+        state = steps.init_state(spec, job.optimizer)
         state = restore(state, keeper, data, resume)
         if int(state.step) >= total_steps:
             _logger.info(
@@ -148,7 +139,7 @@ def run_steps(
                 total_steps,
             )
             return state.adapters
-        reporter = reports.Reporter(
+        reporter = reporters.Reporter(
             job.run,
             config,
             rates=make_rates(config, spec, job.opened),
@@ -182,7 +173,7 @@ class Place:
 
 def make_mesh(config: RunConfig) -> Place:
     """Prepares the platform, starts JAX and arranges the devices."""
-    found = accelerators.look()
+    found = detection.look()
     on_cpu = platforms.runs_on_cpu(config.platform, found)
     spec = meshes.parse(config.mesh, num_devices=0 if on_cpu else found.num_visible)
     prepared = platforms.prepare(
@@ -260,7 +251,7 @@ def restore(
 
 
 def make_rates(
-    config: RunConfig, spec: elastic_step.StepSpec, opened: opening.Opened
+    config: RunConfig, spec: steps.StepSpec, opened: opening.Opened
 ) -> metrics.Rates:
     """What turns tokens and seconds into speed and MFU."""
     shape = opened.config

@@ -1,6 +1,8 @@
 """Workloads of decoders, and a plan that uses most of what plans can say."""
 
-from mtuner_jax.planning import hardware, plans, timeline, workloads
+from mtuner_jax.hardware import machines
+from mtuner_jax.planning import plans, workloads
+from mtuner_jax.planning.costs import timelines
 from mtuner_jax.planning.plans import SegmentPlan
 
 HEAD_DIM = 128
@@ -79,7 +81,7 @@ WORKLOAD = workloads.Workload(
     max_length=512,
     global_batch_size=32,
 )
-MACHINE = hardware.preset("pcie8")
+MACHINE = machines.preset("pcie8")
 # Layer 0 is kept across steps, 1 to the backward pass, 2 and 3 run in chunks.
 PLAN = plans.Plan(
     mesh_sizes=(2, 2, 2),
@@ -93,4 +95,4 @@ PLAN = plans.Plan(
     tail_layers=2,
     tail_chunks=2,
 )
-PLAYED = timeline.replay(PLAN, WORKLOAD, MACHINE)
+PLAYED = timelines.replay(PLAN, WORKLOAD, MACHINE)

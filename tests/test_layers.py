@@ -8,16 +8,18 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 ROWS = (
-    {"mtuner_jax.configs", "mtuner_jax.sizes"},
+    {"mtuner_jax.configs", "mtuner_jax.numbers"},
+    {"mtuner_jax.hardware", "mtuner_jax.settings"},
     {"mtuner_jax.planning", "mtuner_jax.scheduling"},
-    {"mtuner_jax.accelerators"},
-    {"mtuner_jax.device_orders", "mtuner_jax.meshes", "mtuner_jax.shardings"},
-    {"mtuner_jax.platforms"},
+    {"mtuner_jax.devices", "mtuner_jax.plots"},
     {"mtuner_jax.ops"},
     {"mtuner_jax.adapters"},
-    {"mtuner_jax.engines", "models"},
-    {"mtuner_jax.checkpoints"},
+    {"mtuner_jax.protocols"},
+    {"mtuner_jax.weights", "mtuner_jax.data", "models"},
+    {"mtuner_jax.engines", "mtuner_jax.checkpoints"},
+    {"mtuner_jax.inspection", "mtuner_jax.calibration"},
     {"mtuner_jax.training"},
+    {"mtuner_jax.runs"},
     {"scripts"},
 )
 ROW_OF = {unit: row for row, units in enumerate(ROWS) for unit in units}
@@ -26,7 +28,8 @@ OURS = {"mtuner_jax", "models", "scripts", "tests"}
 WITHOUT_JAX = {
     "mtuner_jax": set(),
     "mtuner_jax.configs": set(),
-    "mtuner_jax.sizes": set(),
+    "mtuner_jax.numbers": set(),
+    "mtuner_jax.hardware": set(),
     "mtuner_jax.planning": {"numpy"},
     "mtuner_jax.scheduling": {"numpy", "scipy"},
 }
@@ -95,8 +98,8 @@ def test_no_file_imports_upwards():
         ("mtuner_jax.ops.x", "import mtuner_jax.adapters.lora"),
         ("mtuner_jax.ops.x", "def f():\n  from mtuner_jax.training import cli"),
         ("mtuner_jax.ops.x", "from .. import engines"),
-        ("mtuner_jax.engines.x", "from models import llama"),
-        ("models.x", "from mtuner_jax.engines.states import Batch"),
+        ("mtuner_jax.weights.x", "from models import llama"),
+        ("models.x", "from mtuner_jax.data import samples"),
         ("models.x", "from mtuner_jax.checkpoints import sources"),
         ("mtuner_jax.training.x", "from scripts import train"),
         ("mtuner_jax.training.x", "from tests import tiny"),

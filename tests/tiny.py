@@ -11,8 +11,8 @@ import optax
 from models import llama, llama_configs
 from mtuner_jax.adapters import lora
 from mtuner_jax.configs import LoraConfig
-from mtuner_jax.engines.states import Batch, TrainState
-from mtuner_jax.ops import dropout, lora_linear, losses, remat
+from mtuner_jax.ops import dropout, lora_linear, losses, tapes
+from mtuner_jax.protocols.states import Batch, TrainState
 
 CONFIG = llama_configs.LlamaConfig(
     vocab_size=120,
@@ -122,7 +122,7 @@ class PlainStep:
                 lora_linear.LayerAdapters(loras, layer_drop),
                 x_BTD,
                 context=context,
-                tape=remat.Tape(),
+                tape=tapes.Tape(),
             )
         x_BTD = model.final_norm(weights["head"]["norm"], x_BTD)
         table = weights["head"].get("table", weights["embed"]["table"])

@@ -15,7 +15,8 @@ import gguf
 import numpy as np
 import transformers
 
-from mtuner_jax.checkpoints import gguf_tokenizers, safetensors_files, sources
+from mtuner_jax.checkpoints import gguf_tokenizers
+from mtuner_jax.weights import sources
 
 _OUTER_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -113,10 +114,10 @@ class GgufFile:
         field = self._fields.get(key)
         return default if field is None else field.contents()
 
-    def infos(self) -> Mapping[str, safetensors_files.TensorInfo]:
+    def infos(self) -> Mapping[str, sources.TensorInfo]:
         """Shapes in Hugging Face layout; every dtype is F32, as `read` gives it."""
         return {
-            hf_name: safetensors_files.TensorInfo(shape=self._shape(name), dtype="F32")
+            hf_name: sources.TensorInfo(shape=self._shape(name), dtype="F32")
             for hf_name, name in self._hf_names.items()
         }
 

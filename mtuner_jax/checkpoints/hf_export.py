@@ -20,11 +20,10 @@ from mtuner_jax.checkpoints import (
     folders,
     peft_configs,
     peft_tensors,
-    placing,
     safetensors_files,
-    sources,
 )
 from mtuner_jax.configs import LoraConfig
+from mtuner_jax.weights import loading, sources
 
 Params = dict[str, Any]
 Adapters = Mapping[str, Mapping[str, Any]]
@@ -274,8 +273,8 @@ def _gather(
     array = _leaf(params, name.path)
     if name.path not in readers:
         dtype = _dtype(params, name, options)
-        readers[name.path] = placing.reader(name, array, dtype)
-    return placing.gather(name, array, readers[name.path])
+        readers[name.path] = loading.reader(name, array, dtype)
+    return loading.gather(name, array, readers[name.path])
 
 
 def _leaf(tree: Params, path: tuple[str, ...]) -> jax.Array:

@@ -17,7 +17,8 @@ from typing import Any
 import huggingface_hub
 import huggingface_hub.errors
 
-from mtuner_jax.checkpoints import matching, placing, safetensors_files, sources
+from mtuner_jax.checkpoints import matching, safetensors_files
+from mtuner_jax.weights import loading, sources
 
 Params = dict[str, Any]
 
@@ -62,7 +63,7 @@ def load(
     params: Params = {}
     for path, group in by_path.items():
         target = _leaf(abstract_params, path)
-        _insert(params, path, placing.load_leaf(source, group, target))
+        _insert(params, path, loading.load_leaf(source, group, target))
     return params
 
 

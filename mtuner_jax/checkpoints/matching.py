@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from mtuner_jax.checkpoints import placing, safetensors_files, sources
+from mtuner_jax.checkpoints import safetensors_files
+from mtuner_jax.weights import loading, sources
 
 # Tensors of older files that are computed, not learned.
 _COMPUTED = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
@@ -89,7 +90,7 @@ def _check_tree(names: Iterable[sources.HfName], abstract_params: Params) -> Non
     ours = {tuple(key.key for key in path): leaf for path, leaf in leaves}
     assert paths == ours.keys(), sorted(paths ^ ours.keys())
     for name in names:
-        shape, _ = placing.hf_placement(name, ours[name.path])
+        shape, _ = loading.hf_placement(name, ours[name.path])
         fits = shape[1:] == name.shape[1:] and (
             shape[0] >= name.shape[0] if name.padded else shape == name.shape
         )

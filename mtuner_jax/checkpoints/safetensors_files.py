@@ -5,7 +5,6 @@ safetensors 0.8.0 writes arrays that are not C-contiguous as garbage, silently
 contiguous and reads the file back before it gets its name.
 """
 
-import dataclasses
 import json
 import os
 import pathlib
@@ -15,6 +14,8 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from mtuner_jax.weights import sources
+
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FLOAT_DTYPES = ("F16", "BF16", "F32")
@@ -22,14 +23,6 @@ FLOAT_DTYPES = ("F16", "BF16", "F32")
 
 class SafetensorsError(ValueError):
     """A file or folder that cannot be read as safetensors, or a write that failed."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TensorInfo:
-    """What a file's header says of one tensor; `dtype` in safetensors' spelling."""
-
-    shape: tuple[int, ...]
-    dtype: str
 
 
 def write(path: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None:
@@ -53,13 +46,15 @@ def write(path: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def read_header(path: pathlib.Path) -> dict[str, TensorInfo]:
+def read_header(path: pathlib.Path) -> dict[str, sources.TensorInfo]:
     """Reads names, shapes and dtypes of one file, without its data."""
     try:
         with safetensors.safe_open(path, framework="numpy") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}
             return {
-                name: TensorInfo(shape=tuple(s.get_shape()), dtype=s.get_dtype())
+                name: sources.TensorInfo(
+                    shape=tuple(s.get_shape()), dtype=s.get_dtype()
+                )
                 for name, s in slices.items()
             }
     except safetensors.SafetensorError as error:
@@ -84,7 +79,7 @@ class Folder:
     def __init__(self, path: pathlib.Path):
         self._path = path
         self._file_of: dict[str, pathlib.Path] = {}
-        self._infos: dict[str, TensorInfo] = {}
+        self._infos: dict[str, sources.TensorInfo] = {}
         promised = _weight_map(path)
         for file in files(path):
             for name, info in read_header(file).items():
@@ -92,7 +87,7 @@ class Folder:
                 self._infos[name] = info
         _check_promises(path / INDEX, promised, self._file_of)
 
-    def infos(self) -> Mapping[str, TensorInfo]:
+    def infos(self) -> Mapping[str, sources.TensorInfo]:
         """Shape and dtype of every tensor, from the files' headers."""
         return self._infos
 

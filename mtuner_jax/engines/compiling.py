@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from mtuner_jax import sizes
+from mtuner_jax.numbers import sizes
 
 _MERGE_BYTES = 4 * 2**30
 

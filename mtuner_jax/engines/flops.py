@@ -1,6 +1,6 @@
 """Useful floating-point operations of a step, for MFU."""
 
-from mtuner_jax.engines.protocols import Decoder
+from mtuner_jax.protocols.decoders import Decoder
 
 
 def per_token(

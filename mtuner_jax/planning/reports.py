@@ -5,12 +5,13 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from mtuner_jax.planning import memory_model, plans
-from mtuner_jax.planning.hardware import Hardware
-from mtuner_jax.planning.memory_model import Forecast
+from mtuner_jax.hardware.machines import Hardware
+from mtuner_jax.planning import plans
+from mtuner_jax.planning.costs import forecasts
+from mtuner_jax.planning.costs.forecasts import Forecast
+from mtuner_jax.planning.costs.timelines import Timeline
 from mtuner_jax.planning.plans import Plan
-from mtuner_jax.planning.static_plans import Static
-from mtuner_jax.planning.timeline import Timeline
+from mtuner_jax.planning.searching.static_plans import Static
 from mtuner_jax.planning.workloads import Workload
 
 VERSION = 1
@@ -63,7 +64,7 @@ class Report:
     @property
     def host_bytes(self) -> int:
         """Pinned host memory that the plan takes for a device."""
-        return memory_model.host_bytes(self.plan, self.workload)
+        return forecasts.host_bytes(self.plan, self.workload)
 
     @property
     def fits_host(self) -> bool:

@@ -17,11 +17,12 @@ import numpy as np
 import optax
 from jax.experimental import multihost_utils
 
-from mtuner_jax import sizes
 from mtuner_jax.configs import ConfigError
-from mtuner_jax.engines import compiling, elastic_step, profile_guided
-from mtuner_jax.engines.states import Batch, Params, StepMetrics, TrainState
+from mtuner_jax.engines import compiling, profile_guided
+from mtuner_jax.engines.elastic import steps
+from mtuner_jax.numbers import sizes
 from mtuner_jax.ops import losses
+from mtuner_jax.protocols.states import Batch, Params, StepMetrics, TrainState
 
 _logger = logging.getLogger(__name__)
 MAX_REPLANS = 3
@@ -60,7 +61,7 @@ class Programs:
       learning_rate: Optimizer steps done -> the next step's rate.
     """
 
-    spec: elastic_step.StepSpec
+    spec: steps.StepSpec
     train: profile_guided.GuidedStep
     evaluate: Callable[[Params, Params, Batch], losses.TokenLoss]
     state_shardings: TrainState
@@ -73,7 +74,7 @@ class Setup:
 
     programs: Programs
     weights: Params
-    arenas: elastic_step.Arenas
+    arenas: steps.Arenas
 
 
 class Executor:
@@ -250,8 +251,8 @@ def _is_out_of_memory(error: Exception) -> bool:
     return "RESOURCE_EXHAUSTED" in str(error)
 
 
-def _put(spec: elastic_step.StepSpec, rows: Batch) -> Batch:
-    return elastic_step.put(elastic_step.cut(rows, spec.plan), spec.mesh)
+def _put(spec: steps.StepSpec, rows: Batch) -> Batch:
+    return steps.put(steps.cut(rows, spec.plan), spec.mesh)
 
 
 def _to_host(state: TrainState) -> TrainState:

@@ -16,9 +16,9 @@ import numpy as np
 
 from mtuner_jax.checkpoints import metas, store
 from mtuner_jax.configs import RunConfig
-from mtuner_jax.engines.states import Params, StepMetrics, TrainState
-from mtuner_jax.training import executors, metrics, reports
-from mtuner_jax.training.data import loading
+from mtuner_jax.data import loading
+from mtuner_jax.protocols.states import Params, StepMetrics, TrainState
+from mtuner_jax.training import executors, metrics, reporters
 
 _logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class Loop:
         self._last_end = 0.0
 
     def run(
-        self, state: TrainState, reporter: reports.Reporter, *, total_steps: int
+        self, state: TrainState, reporter: reporters.Reporter, *, total_steps: int
     ) -> TrainState:
         """Trains until `total_steps` optimizer steps are done.
 
@@ -100,7 +100,7 @@ class Loop:
         return state
 
     def _step(
-        self, state: TrainState, reporter: reports.Reporter, *, step: int
+        self, state: TrainState, reporter: reporters.Reporter, *, step: int
     ) -> TrainState:
         start = time.perf_counter()
         rows = next(self._train_data)
@@ -116,7 +116,7 @@ class Loop:
         )
         return state
 
-    def _flush(self, reporter: reports.Reporter) -> None:
+    def _flush(self, reporter: reporters.Reporter) -> None:
         """Reports the step on its way, waiting for it."""
         if self._pending is None:
             return
@@ -142,7 +142,7 @@ class Loop:
         reporter.step(record)
 
     def _evaluate(
-        self, state: TrainState, reporter: reports.Reporter, *, step: int
+        self, state: TrainState, reporter: reporters.Reporter, *, step: int
     ) -> None:
         """Mean loss of a trained token over the whole evaluation set."""
         if self._eval_data is None:

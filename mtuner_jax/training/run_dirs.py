@@ -23,7 +23,7 @@ import jax
 import mtuner_jax
 from mtuner_jax import configs
 from mtuner_jax.checkpoints import step_dirs
-from mtuner_jax.training import cli, config_fields
+from mtuner_jax.settings import cli, config_fields
 
 _logger = logging.getLogger(__name__)
 _PACKAGES = (

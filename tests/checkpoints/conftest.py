@@ -9,8 +9,8 @@ import pytest
 from models import llama, llama_configs, llama_hf_names
 from mtuner_jax.adapters import lora
 from mtuner_jax.checkpoints import safetensors_files
-from mtuner_jax.engines.states import Batch
-from mtuner_jax.ops import lora_linear, remat
+from mtuner_jax.ops import lora_linear, tapes
+from mtuner_jax.protocols.states import Batch
 
 DTYPES = {
     "float32": np.float32,
@@ -108,7 +108,7 @@ def logits(config, params, ids, *, adapters=None, specs=()):
             lora_linear.LayerAdapters(loras, None),
             x_BTD,
             context=context,
-            tape=remat.Tape(),
+            tape=tapes.Tape(),
         )
     x_BTD = model.final_norm(params["head"]["norm"], x_BTD)
     table_VD = params["head"].get("table", params["embed"]["table"])

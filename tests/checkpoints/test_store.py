@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mtuner_jax.checkpoints import metas, step_dirs, store
-from mtuner_jax.engines import states
+from mtuner_jax.protocols import states
 
 META = metas.RunMeta(
     base_model={"config": "ab12", "tensors": "cd34"},

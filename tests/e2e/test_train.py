@@ -10,8 +10,8 @@ import sys
 import numpy as np
 import pytest
 
-from mtuner_jax.engines import aot
-from tests.training.data import chat_tokenizers
+from mtuner_jax.inspection import compile_only
+from tests.data import chat_tokenizers
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 STEPS = 6
@@ -133,7 +133,7 @@ def test_a_run_leaves_what_it_says(workshop, whole):
     assert "no accelerator found: mesh pcie8 runs on 8 virtual CPU devices" in log
     assert "trainable of" in log
     assert "plans compared in" in log
-    checked = "predicted, " if aot.available() else "memory was not checked"
+    checked = "predicted, " if compile_only.available() else "memory was not checked"
     assert checked in log
     assert f"{STEPS} steps, loss" in log
     for step in (3, STEPS):
@@ -185,8 +185,8 @@ def test_peft_loads_the_adapter_and_gets_our_evaluation_loss(workshop, whole):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     from mtuner_jax import configs
-    from mtuner_jax.training import cli
-    from mtuner_jax.training.data import loading
+    from mtuner_jax.data import loading
+    from mtuner_jax.settings import cli
 
     config = cli.load_yaml(workshop / whole / "config.yaml", configs.RunConfig)
     tokenizer = transformers.AutoTokenizer.from_pretrained(workshop / whole / "adapter")

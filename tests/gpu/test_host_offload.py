@@ -14,11 +14,13 @@ import optax
 import pytest
 
 from models import llama, llama_configs
-from mtuner_jax import meshes
-from mtuner_jax.engines import base_weights, compiling, elastic_step
-from mtuner_jax.engines.states import TrainState
+from mtuner_jax.devices import meshes
+from mtuner_jax.engines import compiling
+from mtuner_jax.engines.elastic import steps
 from mtuner_jax.planning import plans
 from mtuner_jax.planning.plans import Saved
+from mtuner_jax.protocols.states import TrainState
+from mtuner_jax.weights import layouts
 from tests import comparing, tiny
 
 CONFIG = llama_configs.LlamaConfig(
@@ -75,11 +77,11 @@ def make(kinds, dtype):
         tail_chunks=TAIL_CHUNKS,
         weight_dtype=dtype,
     )
-    spec = elastic_step.StepSpec(
+    spec = steps.StepSpec(
         model=model, plan=plan, mesh=mesh, adapters=tiny.adapters(model)
     )
     options = compiling.options(on_gpu=jax.default_backend() == "gpu")
-    step = elastic_step.build_train(spec, OPTIMIZER, compiler_options=options)
+    step = steps.build_train(spec, OPTIMIZER, compiler_options=options)
     state, weights, arenas = start(spec, dtype)
     batch = rows_of(spec, np.random.default_rng(0))
     return spec, step.lower(state, weights, batch, arenas).compile()
@@ -90,12 +92,10 @@ def start(spec, dtype):
     wide = np.float64 if dtype == "float64" else np.float32
     adapters = tiny.filled(spec.adapters, dtype=wide)
     state = TrainState(adapters, OPTIMIZER.init(adapters), jnp.int32(0))
-    state = jax.device_put(state, elastic_step.state_shardings(spec, OPTIMIZER))
-    abstract = base_weights.layout(
-        spec.model, spec.plan, spec.mesh, dtype=jnp.dtype(dtype)
-    )
-    weights = base_weights.random(abstract, spec.plan, jax.random.key(0))
-    arenas = elastic_step.init_arenas(spec, weights, max_length=TOKENS)
+    state = jax.device_put(state, steps.state_shardings(spec, OPTIMIZER))
+    abstract = layouts.layout(spec.model, spec.plan, spec.mesh, dtype=jnp.dtype(dtype))
+    weights = layouts.random(abstract, spec.plan, jax.random.key(0))
+    arenas = steps.init_arenas(spec, weights, max_length=TOKENS)
     return state, weights, arenas
 
 
@@ -104,7 +104,7 @@ def rows_of(spec, rng):
     rows = tiny.batch(
         rng, rows=spec.plan.rows, tokens=TOKENS, vocab_size=CONFIG.vocab_size
     )
-    return elastic_step.put(elastic_step.cut(rows, spec.plan), spec.mesh)
+    return steps.put(steps.cut(rows, spec.plan), spec.mesh)
 
 
 def results(kinds, dtype):

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from models import llama, llama_configs, llama_hf_names
-from mtuner_jax import meshes
 from mtuner_jax.checkpoints import hf_import, safetensors_files
-from mtuner_jax.engines import base_weights
-from mtuner_jax.engines.states import Batch
-from mtuner_jax.ops import lora_linear, remat
+from mtuner_jax.devices import meshes
+from mtuner_jax.ops import lora_linear, tapes
 from mtuner_jax.planning import plans
+from mtuner_jax.protocols.states import Batch
+from mtuner_jax.weights import layouts
 from tests import comparing, tiny
 
 TOKENS = 48
@@ -66,7 +66,7 @@ def logits_of(model, weights, rows):
 
     def body(x_BTD, layer_weights):
         adapters = lora_linear.LayerAdapters({})
-        tape = remat.Tape()
+        tape = tapes.Tape()
         x_BTD = model.layer(layer_weights, adapters, x_BTD, context=context, tape=tape)
         return x_BTD, None
 
@@ -104,8 +104,8 @@ def loaded(folder):
     )
     weights = hf_import.load(
         safetensors_files.Folder(folder),
-        base_weights.locate(llama_hf_names.tensors(config), plan),
-        base_weights.layout(model, plan, mesh, dtype=jnp.float32),
+        layouts.locate(llama_hf_names.tensors(config), plan),
+        layouts.layout(model, plan, mesh, dtype=jnp.float32),
     )
     layers = weights.pop("segments")["0"]
     return model, {**weights, "layers": layers}

@@ -4,7 +4,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mtuner_jax import meshes, shardings
+from mtuner_jax.devices import meshes, shardings
 from mtuner_jax.ops import elastic
 
 ROWS = 16

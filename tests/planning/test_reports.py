@@ -3,14 +3,10 @@ import json
 
 import pytest
 
-from mtuner_jax.planning import (
-    hardware,
-    memory_model,
-    plans,
-    reports,
-    static_plans,
-    timeline,
-)
+from mtuner_jax.hardware import machines
+from mtuner_jax.planning import plans, reports
+from mtuner_jax.planning.costs import forecasts, timelines
+from mtuner_jax.planning.searching import static_plans
 from tests import small_plans
 
 GIB = 2**30
@@ -23,15 +19,15 @@ def static_plan(name="fsdp"):
 
 def report(plan=None, **changes):
     """A plan priced on pcie8, by default without a search or comparison."""
-    machine = hardware.preset("pcie8")
+    machine = machines.preset("pcie8")
     plan = plan or static_plan()
     made = reports.Report(
         workload=WORKLOAD,
         hardware=machine,
         budget_bytes=machine.budget_bytes,
         plan=plan,
-        timeline=timeline.replay(plan, WORKLOAD, machine),
-        forecast=memory_model.forecast(plan, WORKLOAD),
+        timeline=timelines.replay(plan, WORKLOAD, machine),
+        forecast=forecasts.forecast(plan, WORKLOAD),
     )
     return dataclasses.replace(made, **changes)
 
@@ -77,7 +73,7 @@ def test_printed_kinds_add_up_to_the_printed_total():
 
 
 def test_only_what_rests_on_assumed_figures_is_marked():
-    machine = hardware.preset("pcie8")
+    machine = machines.preset("pcie8")
     assert "kernel_s" in reports.assumed(machine)
     assert " *" in reports.text(report())
     measured = dict.fromkeys(machine.sources, "measured")

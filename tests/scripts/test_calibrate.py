@@ -3,7 +3,7 @@ import pathlib
 import subprocess
 import sys
 
-from mtuner_jax.planning import hardware
+from mtuner_jax.hardware import machines
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "scripts" / "calibrate.py"
 FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -28,7 +28,7 @@ def calibrate(*arguments, folder):
 def test_a_cpu_gets_a_file_of_its_own_and_a_table(tmp_path):
     done = calibrate("--mesh", "2x2", folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    found = hardware.find("cpux4", mesh_sizes=(2, 2), directory=tmp_path)
+    found = machines.find("cpux4", mesh_sizes=(2, 2), directory=tmp_path)
     assert (found.name, found.device, found.mesh_sizes) == ("cpux4", "cpu", (2, 2))
     assert f"{found.kernel_s:.4g}" in done.stdout
     assert "tier1 bytes_per_s" in done.stdout

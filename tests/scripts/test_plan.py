@@ -7,9 +7,9 @@ import jax
 import pytest
 
 from models import llama_configs, llama_sizes
-from mtuner_jax import meshes
 from mtuner_jax.configs import LoraConfig
-from mtuner_jax.engines import aot
+from mtuner_jax.devices import meshes
+from mtuner_jax.inspection import compile_only
 from mtuner_jax.planning import plans
 from scripts import plan, planning_inputs
 
@@ -204,9 +204,11 @@ def test_a_card_that_cannot_be_compiled_for_names_those_that_can(folder, capsys)
 
 
 @pytest.mark.aot
-@pytest.mark.skipif(not aot.available(), reason=aot.unavailable_reason())
 @pytest.mark.skipif(
-    not aot.has_cudnn(), reason="XLA's attention compiles twice as long"
+    not compile_only.available(), reason=compile_only.unavailable_reason()
+)
+@pytest.mark.skipif(
+    not compile_only.has_cudnn(), reason="XLA's attention compiles twice as long"
 )
 def test_verify_compiles_and_refuses_what_exceeds_the_budget(folder, tmp_path, capsys):
     path, data = static_file(tmp_path / "plan.json"), tmp_path / "all.json"

@@ -5,13 +5,15 @@ import sys
 
 import pytest
 
-from mtuner_jax.engines import aot
+from mtuner_jax.inspection import compile_only
 from scripts import plan
 
 pytestmark = [
     pytest.mark.aot,
     pytest.mark.slow,
-    pytest.mark.skipif(not aot.available(), reason=aot.unavailable_reason()),
+    pytest.mark.skipif(
+        not compile_only.available(), reason=compile_only.unavailable_reason()
+    ),
 ]
 
 

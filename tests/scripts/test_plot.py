@@ -3,7 +3,8 @@ import pathlib
 import subprocess
 import sys
 
-from mtuner_jax.planning import plans, timeline
+from mtuner_jax.planning import plans
+from mtuner_jax.planning.costs import timelines
 from scripts import plot as script
 from tests.small_plans import PLAN, PLAYED
 
@@ -50,7 +51,7 @@ def test_a_runs_plan_is_drawn_into_its_folder(tmp_path, capsys):
     assert script.main([str(run)]) == 0
     assert "run has no plan.json and no timeline.json" in capsys.readouterr().out
     (run / "plan.json").write_text(plans.to_json(PLAN))
-    (run / "timeline.json").write_text(timeline.to_json(PLAYED))
+    (run / "timeline.json").write_text(timelines.to_json(PLAYED))
     assert script.main([str(run), "--microbatch", "1"]) == 0
     assert (run / "plan.png").exists()
     assert script.main([str(run), "--microbatch", "7"]) == 1

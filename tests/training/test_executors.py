@@ -11,12 +11,13 @@ import pytest
 
 from mtuner_jax.checkpoints import metas, store
 from mtuner_jax.configs import RunConfig
-from mtuner_jax.engines import elastic_step, profile_guided
-from mtuner_jax.engines.states import TrainState
+from mtuner_jax.engines import profile_guided
+from mtuner_jax.engines.elastic import steps
 from mtuner_jax.planning import plans
+from mtuner_jax.protocols.states import TrainState
 from mtuner_jax.training import executors, loops
 from tests import comparing
-from tests.engines import plan_cases
+from tests.engines.elastic import plan_cases
 
 LARGE = plans.static(
     name="replicated",
@@ -48,22 +49,22 @@ def make_setup(plan, step_class=profile_guided.GuidedStep):
     """A setup of the small model on four devices."""
     model, specs, weights, _, _ = plan_cases.setting("gqa", np.dtype("float64"))
     mesh = plan_cases.mesh_of("4")
-    spec = elastic_step.StepSpec(model=model, plan=plan, mesh=mesh, adapters=specs)
+    spec = steps.StepSpec(model=model, plan=plan, mesh=mesh, adapters=specs)
     sharded = plan_cases.engine_weights(
         model, plan, mesh, weights, dtype=np.dtype("float64")
     )
     programs = executors.Programs(
         spec=spec,
         train=step_class(
-            elastic_step.build_train(spec, plan_cases.OPTIMIZER),
+            steps.build_train(spec, plan_cases.OPTIMIZER),
             compiler_options={},
             profile_directory=None,
         ),
-        evaluate=elastic_step.build_eval(spec),
-        state_shardings=elastic_step.state_shardings(spec, plan_cases.OPTIMIZER),
+        evaluate=steps.build_eval(spec),
+        state_shardings=steps.state_shardings(spec, plan_cases.OPTIMIZER),
         learning_rate=lambda step: 0.1,
     )
-    arenas = elastic_step.init_arenas(spec, sharded, max_length=plan_cases.TOKENS)
+    arenas = steps.init_arenas(spec, sharded, max_length=plan_cases.TOKENS)
     return executors.Setup(programs=programs, weights=sharded, arenas=arenas)
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from mtuner_jax import configs
 from mtuner_jax.checkpoints import step_dirs
-from mtuner_jax.training import cli, run_dirs
+from mtuner_jax.settings import cli
+from mtuner_jax.training import run_dirs
 
 
 def add_checkpoint(run, step):

@@ -1,0 +1,1 @@
+"""Measures a machine: rates, links, overlap, host transfers."""

@@ -1,0 +1,183 @@
+"""Where and how calibration measures: sizes, devices, and how a time is taken.
+
+Loops run inside one jitted program where calls would cost as much as the work; the
+first calls warm up, the median of the others counts.
+"""
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from mtuner_jax.protocols.decoders import Decoder
+
+_WARM_UP = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How large what is timed is.
+
+    Attributes:
+      tokens: Rows of the left operand of products, ascending.
+      hidden: Model width (D).
+      intermediate: Feed-forward width (F).
+      num_heads: Of attention.
+      head_dim: Of a head.
+      rows: Rows of the attention's batch.
+      row_tokens: Tokens in a row, of attention and of the layer.
+      gather_bytes: Outputs of the gathers.
+      host_bytes: Moved to and from the host by each device.
+      run_s: Seconds that a timed run should last, about.
+      repeats: Timed runs, of which the median is taken.
+      expected_flops_per_s: Of products, to choose the length of loops.
+      expected_bytes_per_s: Of the card's memory, likewise.
+    """
+
+    tokens: tuple[int, ...]
+    hidden: int
+    intermediate: int
+    num_heads: int
+    head_dim: int
+    rows: int
+    row_tokens: int
+    gather_bytes: tuple[int, ...]
+    host_bytes: int
+    run_s: float
+    repeats: int
+    expected_flops_per_s: float
+    expected_bytes_per_s: float
+
+
+FULL = Sizes(
+    tokens=(512, 1024, 2048, 4096, 8192, 16384),
+    hidden=4096,
+    intermediate=11008,
+    num_heads=32,
+    head_dim=128,
+    rows=2,
+    row_tokens=4096,
+    gather_bytes=tuple(2**20 * size for size in (1, 4, 16, 64, 256, 1024)),
+    host_bytes=256 * 2**20,
+    run_s=0.03,
+    repeats=5,
+    expected_flops_per_s=400e12,
+    expected_bytes_per_s=2e12,
+)
+SMALL = Sizes(
+    tokens=(32, 128),
+    hidden=64,
+    intermediate=128,
+    num_heads=4,
+    head_dim=16,
+    rows=1,
+    row_tokens=128,
+    gather_bytes=tuple(2**14 * size for size in (1, 16)),
+    host_bytes=2**20,
+    run_s=0.002,
+    repeats=3,
+    expected_flops_per_s=2e10,
+    expected_bytes_per_s=2e9,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Where and how it is measured.
+
+    Attributes:
+      mesh: All devices, slowest axis first.
+      sizes: Of what is timed.
+      model: One decoder layer of the same sizes, on one device.
+      memory_fraction: Share of a GPU's memory in JAX's pool; 0 on CPUs.
+    """
+
+    mesh: Mesh
+    sizes: Sizes
+    model: Decoder
+    memory_fraction: float = 0.0
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the devices are GPUs."""
+        return self.mesh.devices.flat[0].platform == "gpu"
+
+    @property
+    def dtype(self) -> Any:
+        """bfloat16 on GPUs, float32 on CPUs, as in training."""
+        return jnp.bfloat16 if self.on_gpu else jnp.float32
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Mesh axes with more than one device, slowest first."""
+        return tuple(axis for axis, size in self.mesh.shape.items() if size > 1)
+
+    def num_steps(self, expected_s: float) -> int:
+        """Length of a loop whose steps are expected to take so long."""
+        return min(max(int(self.sizes.run_s / expected_s), 4), 1000)
+
+    def random(
+        self, key: int, shape: tuple[int, ...], *, scale: float = 1.0
+    ) -> jax.Array:
+        """Normal numbers times `scale`; zeros would flatter a card's clock."""
+        return _draw(jnp.uint32(key), scale, shape, self.dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Section:
+    """What one section found.
+
+    Attributes:
+      name: Of the section.
+      figures: By field of `hardware.Hardware`.
+      details: Single measurements, for the record.
+      error: Why there are no figures; empty if it worked.
+      seconds: That it took.
+    """
+
+    name: str = ""
+    figures: dict[str, Any] = dataclasses.field(default_factory=dict)
+    details: dict[str, Any] = dataclasses.field(default_factory=dict)
+    error: str = ""
+    seconds: float = 0.0
+
+
+def call_s(function: Callable[..., Any], *args: Any, repeats: int) -> float:
+    """Median seconds of a call, results waited for, after three to warm up."""
+    times, result = [], None
+    for _ in range(_WARM_UP + repeats):
+        start = time.perf_counter()
+        # Bound to a name: freed only once the next result has its buffer, so that
+        # two buffers take turns and none is touched for the first time when timed.
+        result = jax.block_until_ready(function(*args))
+        times.append(time.perf_counter() - start)
+    del result
+    return statistics.median(times[_WARM_UP:])
+
+
+def looped_s(
+    step: Callable[[Any, Any], Any],
+    state: Any,
+    constants: Any,
+    *,
+    num: int,
+    repeats: int,
+) -> float:
+    """Seconds of `step(state, constants) -> state` in a loop of `num` steps."""
+
+    @jax.jit
+    def run(state, constants):
+        return jax.lax.fori_loop(0, num, lambda _, s: step(s, constants), state)
+
+    return call_s(run, state, constants, repeats=repeats) / num
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _draw(key, scale, shape, dtype):
+    return (scale * jax.random.normal(jax.random.key(key), shape)).astype(dtype)

@@ -1,0 +1,73 @@
+"""Rows of samples to the arrays of a step; the one place where labels are shifted."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mtuner_jax.data import samples as samples_lib
+from mtuner_jax.protocols import states
+
+
+def shift(
+    input_ids: np.ndarray, trained: np.ndarray, segment_ids: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Moves ids and mask one place to the left, within each document.
+
+    A place predicts the next token of its document. The last token of a document
+    predicts nothing, and padding (segment 0) neither.
+
+    Args:
+      input_ids: [..., T] int32.
+      trained: [..., T] bool, whether a token carries loss when it is predicted.
+      segment_ids: [..., T] int32.
+
+    Returns:
+      Targets [..., T] int32 and weights [..., T] float32.
+    """
+    here, following = segment_ids[..., :-1], segment_ids[..., 1:]
+    predicts = (here == following) & (here > 0)
+    targets = np.zeros_like(input_ids)
+    targets[..., :-1] = np.where(predicts, input_ids[..., 1:], 0)
+    weights = np.zeros(input_ids.shape, np.float32)
+    weights[..., :-1] = predicts & trained[..., 1:]
+    return targets, weights
+
+
+def assemble(
+    samples: samples_lib.Samples,
+    rows: Sequence[np.ndarray],
+    *,
+    num_rows: int,
+    max_length: int,
+) -> states.Batch:
+    """Lays samples into rows, right padded, and shifts the labels.
+
+    Args:
+      rows: For each row, the samples in it; at most `num_rows`.
+
+    Returns:
+      Numpy arrays [num_rows, max_length]; rows that are not given are padding.
+    """
+    shape = (num_rows, max_length)
+    input_ids, segment_ids, positions, sample_ids = np.zeros((4, *shape), np.int32)
+    trained = np.zeros(shape, bool)
+    for row, members in enumerate(rows):
+        start = 0
+        for segment, index in enumerate(members.tolist(), start=1):
+            ids, mask = samples.tokens(index)
+            place = (row, slice(start, start + len(ids)))
+            input_ids[place] = ids
+            trained[place] = mask
+            segment_ids[place] = segment
+            positions[place] = np.arange(len(ids))
+            sample_ids[place] = samples.sample_ids[index]
+            start += len(ids)
+    targets, weights = shift(input_ids, trained, segment_ids)
+    return states.Batch(
+        input_ids=input_ids,
+        targets=targets,
+        weights=weights,
+        segment_ids=segment_ids,
+        positions=positions,
+        sample_ids=sample_ids,
+    )

@@ -1,0 +1,1 @@
+"""Accelerators, platforms, meshes and how arrays lie on them."""

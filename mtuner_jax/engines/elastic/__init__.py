@@ -1,0 +1,1 @@
+"""The engine that executes plans of elastic weights."""

@@ -1,0 +1,292 @@
+"""The training step: what a plan says, as one jitted program.
+
+The global batch is cut into accumulation x devices x microbatch rows. A device sums
+the gradients of its rows' token losses over its microbatches; one reduction per step
+adds them up, and one division by the trained tokens of the whole global step makes
+the mean. Nothing else normalises.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mtuner_jax.adapters import lora
+from mtuner_jax.configs import ConfigError
+from mtuner_jax.engines.elastic import microbatches, step_specs
+from mtuner_jax.engines.elastic.step_specs import StepSpec
+from mtuner_jax.ops import dropout, losses
+from mtuner_jax.planning.plans import Plan
+from mtuner_jax.protocols.states import Batch, Params, StepMetrics, TrainState
+
+Arenas = dict[str, Any]
+
+
+def cut(batch: Batch, plan: Plan) -> Batch:
+    """Arranges a batch's rows as the plan runs them.
+
+    Args:
+      batch: numpy fields [B, T], B at most `plan.rows`.
+      plan: The plan.
+
+    Returns:
+      numpy fields [accumulation, devices * microbatch, T]; missing rows are padding
+      without loss.
+    """
+    missing = plan.rows - batch.input_ids.shape[0]
+    if missing < 0:
+        raise ConfigError(
+            f"a batch of {batch.input_ids.shape[0]} rows does not fit into a plan of "
+            f"{plan.rows} ({plan.accumulation} x {plan.num_devices} x "
+            f"{plan.microbatch})"
+        )
+    return Batch(
+        *(
+            np.pad(np.asarray(field), ((0, missing), (0, 0))).reshape(
+                plan.accumulation, -1, field.shape[-1]
+            )
+            for field in batch
+        )
+    )
+
+
+def put(batch: Batch, mesh: Mesh) -> Batch:
+    """Sends a cut batch to the devices, rows split over all of them."""
+    sharding = NamedSharding(mesh, P(None, mesh.axis_names))
+    return Batch(
+        *(
+            jax.make_array_from_callback(
+                field.shape, sharding, lambda index, field=field: field[index]
+            )
+            for field in batch
+        )
+    )
+
+
+def init_state(spec: StepSpec, optimizer: optax.GradientTransformation) -> TrainState:
+    """Fresh adapters and optimizer state, placed as the plan says."""
+
+    def init(key):
+        adapters = lora.init(spec.adapters, key)
+        return TrainState(adapters, optimizer.init(adapters), jnp.int32(0))
+
+    key = jax.random.fold_in(jax.random.key(spec.seed), dropout.stable_hash("init"))
+    return jax.jit(init, out_shardings=state_shardings(spec, optimizer))(key)
+
+
+def state_shardings(spec: StepSpec, optimizer: Any) -> Any:
+    """A `TrainState` of shardings: moments lie where their adapters lie."""
+    adapters = step_specs.named(spec, step_specs.adapter_specs(spec))
+    replicated: Any = NamedSharding(spec.mesh, P())
+    abstract = jax.eval_shape(lambda: lora.init(spec.adapters, jax.random.key(0)))
+    opt_state = optax.tree.map_params(
+        optimizer,
+        lambda _, sharding: sharding,
+        jax.eval_shape(optimizer.init, abstract),
+        adapters,
+        transform_non_params=lambda _: replicated,
+    )
+    return TrainState(adapters, opt_state, replicated)
+
+
+def init_arenas(spec: StepSpec, weights: Params, *, max_length: int) -> Arenas:
+    """Memory that crosses the border of steps: copies kept by `bwd_keep`.
+
+    It is never part of a checkpoint: at start and resume this gathers it anew.
+
+    Returns:
+      {part: [devices, rows, width]}, a device's own rows on each; empty where the plan
+      keeps nothing.
+    """
+    parts = _kept_parts(spec, max_length=max_length)
+
+    def fill(weights):
+        return {
+            part: microbatches.fill_arena(spec, weights, part, max_length=max_length)[
+                None
+            ]
+            for part in parts
+        }
+
+    sharded = jax.shard_map(
+        fill,
+        mesh=spec.mesh,
+        in_specs=(step_specs.weight_specs(spec),),
+        out_specs=P(spec.axes),
+    )
+    return jax.jit(sharded)(weights) if parts else {}
+
+
+def abstract_arenas(spec: StepSpec, *, max_length: int, dtype: Any) -> Arenas:
+    """Shapes and shardings of what `init_arenas` returns."""
+    sharding = NamedSharding(spec.mesh, P(spec.axes))
+    layouts = {
+        part: step_specs.arena_layout(spec, part, max_length=max_length)
+        for part in _kept_parts(spec, max_length=max_length)
+    }
+    return {
+        part: jax.ShapeDtypeStruct(
+            (spec.mesh.size, layout.rows, layout.width), dtype, sharding=sharding
+        )
+        for part, layout in layouts.items()
+    }
+
+
+def build_train(
+    spec: StepSpec,
+    optimizer: optax.GradientTransformation,
+    *,
+    compiler_options: dict[str, Any] | None = None,
+) -> Any:
+    """Builds the jitted (state, weights, batch, arenas) -> (state, metrics, arenas).
+
+    `state` and `arenas` are donated. `weights` is the tree of `layouts.layout`,
+    `batch` that of `put`, `arenas` that of `init_arenas`.
+    """
+    sums = _sharded_sums(spec)
+
+    def train_step(state, weights, batch, kept):
+        adapters, opt_state, step = state
+        grads, total, kept = sums(adapters, step, weights, batch, kept)
+        share = 1.0 / jnp.maximum(total.tokens, jnp.ones_like(total.tokens))
+        grads = jax.tree.map(lambda grad: grad * share.astype(grad.dtype), grads)
+        updates, opt_state = optimizer.update(grads, opt_state, adapters)
+        metrics = StepMetrics(
+            loss=total.loss * share,
+            grad_norm=optax.tree.norm(grads),
+            trained_tokens=total.tokens,
+        )
+        new_adapters: Any = optax.apply_updates(adapters, updates)
+        return TrainState(new_adapters, opt_state, step + 1), metrics, kept
+
+    return jax.jit(
+        train_step,
+        donate_argnums=(0, 3),
+        out_shardings=(
+            state_shardings(spec, optimizer),
+            NamedSharding(spec.mesh, P()),
+            NamedSharding(spec.mesh, P(spec.axes)),
+        ),
+        compiler_options=compiler_options,
+    )
+
+
+def build_eval(
+    spec: StepSpec, *, compiler_options: dict[str, Any] | None = None
+) -> Any:
+    """Builds the jitted (adapters, weights, batch) -> `losses.TokenLoss` sums."""
+    axes = spec.axes
+    adapter_specs = step_specs.adapter_specs(spec)
+
+    def local_sums(adapters, weights, batch):
+        adapters = _whole(adapters, adapter_specs, axes)
+        inputs = microbatches.Inputs(adapters, weights, None)
+
+        def body(total, microbatch):
+            sums = microbatches.evaluate(spec, inputs, microbatch)
+            return jax.tree.map(jnp.add, total, sums), None
+
+        return jax.lax.psum(jax.lax.scan(body, _no_loss(weights, axes), batch)[0], axes)
+
+    sharded_sums = jax.shard_map(
+        local_sums,
+        mesh=spec.mesh,
+        in_specs=(adapter_specs, step_specs.weight_specs(spec), P(None, axes)),
+        out_specs=P(),
+    )
+    return jax.jit(sharded_sums, compiler_options=compiler_options)
+
+
+def _sharded_sums(spec):
+    """(adapters, step, weights, batch, kept) -> (gradients, `TokenLoss`, kept).
+
+    Gradients and loss are sums over all tokens of the step and over all devices.
+    """
+    axes = spec.axes
+    adapter_specs = step_specs.adapter_specs(spec)
+
+    def local_sums(adapters, step, weights, batch, kept):
+        adapters = _whole(adapters, adapter_specs, axes)
+        inputs = microbatches.Inputs(adapters, weights, step)
+        max_length = batch.input_ids.shape[-1]
+        sums = microbatches.Sums(
+            grads=jax.tree.map(jnp.zeros_like, adapters),
+            total=_no_loss(weights, axes),
+            arenas=_open_arenas(spec, weights, kept, max_length=max_length),
+        )
+
+        def body(sums, microbatch):
+            return microbatches.add(spec, inputs, sums, microbatch), None
+
+        sums, _ = jax.lax.scan(body, sums, batch)
+        grads, total = _reduced(sums, adapter_specs, axes)
+        return grads, total, {part: sums.arenas[part][None] for part in kept}
+
+    weight_specs = step_specs.weight_specs(spec)
+    return jax.shard_map(
+        local_sums,
+        mesh=spec.mesh,
+        in_specs=(adapter_specs, P(), weight_specs, P(None, axes), P(axes)),
+        out_specs=(adapter_specs, P(), P(axes)),
+    )
+
+
+def _kept_parts(spec, *, max_length):
+    return [
+        part
+        for part in step_specs.PARTS
+        if step_specs.arena_layout(spec, part, max_length=max_length).has_copies
+    ]
+
+
+def _open_arenas(spec, weights, kept, *, max_length):
+    """Arenas that came from the step before, and empty ones for the other parts."""
+    opened = {}
+    for part in step_specs.PARTS:
+        if part in kept:
+            opened[part] = kept[part][0]
+        else:
+            layout = step_specs.arena_layout(spec, part, max_length=max_length)
+            opened[part] = microbatches.empty_arena(spec, layout, weights)
+    return opened
+
+
+def _split_dim(spec):
+    """The dim of an adapter that is split over devices, or None."""
+    dims = [dim for dim, axes in enumerate(spec) if axes]
+    return dims[0] if dims else None
+
+
+def _whole(adapters, specs, axes):
+    """Whole adapters, marked as different on each device: their sums are ours."""
+
+    def whole(leaf, spec):
+        dim = _split_dim(spec)
+        if dim is None:
+            return jax.lax.pcast(leaf, axes, to="varying")
+        return jax.lax.all_gather(leaf, spec[dim], axis=dim, tiled=True)
+
+    return jax.tree.map(whole, adapters, specs)
+
+
+def _reduced(sums, specs, axes):
+    """The one reduction of a step: gradients and loss over all devices."""
+
+    def reduced(leaf, spec):
+        dim = _split_dim(spec)
+        if dim is None:
+            return jax.lax.psum(leaf, axes)
+        return jax.lax.psum_scatter(leaf, spec[dim], scatter_dimension=dim, tiled=True)
+
+    return jax.tree.map(reduced, sums.grads, specs), jax.lax.psum(sums.total, axes)
+
+
+def _no_loss(weights, axes):
+    dtype = weights["head"]["norm"]["scale"].dtype
+    zero = jnp.zeros((), jnp.promote_types(dtype, jnp.float32))
+    zero = jax.lax.pcast(zero, axes, to="varying")
+    return losses.TokenLoss(zero, zero)

@@ -1,0 +1,1 @@
+"""What was compiled: collectives, memory, programs for absent GPUs."""

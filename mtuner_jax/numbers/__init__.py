@@ -1,0 +1,1 @@
+"""Integers and texts that every room shares."""

@@ -1,0 +1,1 @@
+"""What a plan takes: bytes and seconds, from sizes alone."""

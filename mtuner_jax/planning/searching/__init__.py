@@ -1,0 +1,1 @@
+"""The fastest plan that fits."""

@@ -1,0 +1,1 @@
+"""What rooms know of each other's parts: decoders, batches, states."""

@@ -1,0 +1,180 @@
+"""What a user wrote, in a YAML file or as flags, as named YAML nodes."""
+
+import dataclasses
+import difflib
+import pathlib
+import re
+import typing
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import yaml
+
+from mtuner_jax import configs
+from mtuner_jax.settings import config_fields, yaml_nodes
+
+# Names of older Hugging Face configs, and what they are called here.
+ALIASES = {"model_name_or_path": "model", "warmup_ratio": "warmup_steps"}
+# A plain value for a group means this setting of it.
+GROUP_ALIASES = {"dataset": "dataset.path"}
+_FLOW_LIST = re.compile(r"\[[^\[\]]*\]")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One value somebody wrote.
+
+    Attributes:
+      name: The field it is for, dotted.
+      asked: The name that was written, which may be an alias.
+      node: The value.
+    """
+
+    name: str
+    asked: str
+    node: yaml.Node
+
+
+def read_yaml(path: str | pathlib.Path, config_type: type) -> list[Setting]:
+    """Settings of a YAML file; nested or with dotted names, null is not set.
+
+    Raises:
+      ConfigError: The file cannot be read, a key is unknown or stands twice.
+    """
+    text = _read_text(pathlib.Path(path))
+    root = yaml_nodes.compose(text, source=str(path))
+    if root is None:
+        return []
+    if not isinstance(root, yaml.MappingNode):
+        raise configs.ConfigError(f"{path}: expected lines such as `max_steps: 20`")
+    settings = list(_flatten(root, prefix="", fields=config_fields.of(config_type)))
+    first: dict[str, Setting] = {}
+    for setting in settings:
+        earlier = first.setdefault(setting.name, setting)
+        if earlier is not setting:
+            raise configs.ConfigError(
+                f"{yaml_nodes.where(setting.node)}: {setting.asked} sets "
+                f"{setting.name}, which {yaml_nodes.where(earlier.node)} has set "
+                f"already as {earlier.asked}; remove one of them"
+            )
+    return settings
+
+
+def read_flags(
+    argv: Sequence[str], config_type: type
+) -> tuple[dict[str, str], list[Setting]]:
+    """Splits a command line into the parser's own options and settings.
+
+    Returns:
+      `config`, `help` and `print_config` as far as they stand there, and the settings
+      in their order.
+    """
+    fields = config_fields.of(config_type)
+    options: dict[str, str] = {}
+    settings: list[Setting] = []
+    for flag, values in _split(argv):
+        asked = flag.removeprefix("--").replace("-", "_")
+        if asked in ("help", "print_config") and not values:
+            options[asked] = ""
+        elif asked == "config":
+            options[asked] = _only(flag, values)
+        else:
+            name = _known_name(asked, fields, where=flag)
+            node = _flag_node(flag, fields[name].type, values)
+            settings.append(Setting(name=name, asked=asked, node=node))
+    return options, settings
+
+
+def _split(argv: Sequence[str]) -> Iterable[tuple[str, list[str]]]:
+    """Flags, each with the values up to the next one."""
+    groups: list[tuple[str, list[str]]] = []
+    for word in argv:
+        if word == "-h":
+            groups.append(("--help", []))
+        elif word.startswith("--"):
+            flag, equals, value = word.partition("=")
+            groups.append((flag, [value] if equals else []))
+        elif groups:
+            groups[-1][1].append(word)
+        else:
+            raise configs.ConfigError(
+                f"unexpected argument {word!r}: settings are written --NAME VALUE"
+            )
+    return groups
+
+
+def _only(flag: str, values: list[str]) -> str:
+    if len(values) == 1:
+        return values[0]
+    if not values:
+        raise configs.ConfigError(f"{flag}: its value is missing")
+    raise configs.ConfigError(
+        f"{flag} takes one value, found {len(values)}: {' '.join(values)}"
+    )
+
+
+def _flag_node(flag: str, kind: Any, values: list[str]) -> yaml.Node:
+    """The values of a flag as the node a YAML file would have in its place."""
+    takes_list = config_fields.is_union(kind) or typing.get_origin(kind) is tuple
+    if kind is bool and not values:
+        values = ["true"]
+    if takes_list and len(values) > 1:
+        return yaml_nodes.sequence(values, source=flag)
+    text = _only(flag, values)
+    if takes_list and _FLOW_LIST.fullmatch(text):
+        node = yaml_nodes.compose(text, source=flag)
+        assert node is not None
+        return node
+    if typing.get_origin(kind) is tuple and "," in text:
+        return yaml_nodes.sequence(text.split(","), source=flag)
+    is_text = takes_list or (isinstance(kind, type) and issubclass(kind, str))
+    node = None if is_text else yaml_nodes.compose(text, source=flag)
+    return node or yaml_nodes.scalar(text, source=flag)
+
+
+def _flatten(
+    node: yaml.MappingNode, *, prefix: str, fields: dict[str, config_fields.Field]
+) -> Iterable[Setting]:
+    groups = {field.group for field in fields.values()} - {""}
+    for key, value in yaml_nodes.items(node):
+        asked = prefix + key.value.replace("-", "_")
+        if yaml_nodes.is_null(value):
+            _known_name(asked, fields, where=yaml_nodes.where(key), groups=groups)
+        elif asked in groups and isinstance(value, yaml.MappingNode):
+            yield from _flatten(value, prefix=f"{asked}.", fields=fields)
+        else:
+            name = _known_name(asked, fields, where=yaml_nodes.where(key))
+            yield Setting(name=name, asked=asked, node=value)
+
+
+def _known_name(
+    asked: str,
+    fields: dict[str, config_fields.Field],
+    *,
+    where: str,
+    groups: Iterable[str] = (),
+) -> str:
+    """The field's name for what was written, or an error with the nearest one."""
+    name = (ALIASES | GROUP_ALIASES).get(asked, asked)
+    if name in fields or asked in groups:
+        return name
+    inside = [known for known in fields if fields[known].group == asked]
+    if inside:
+        raise configs.ConfigError(
+            f"{where}: {asked} is a group, set one of {', '.join(inside)}"
+        )
+    spellings = {known.replace(".", "_"): known for known in fields}
+    spellings |= {known.rpartition(".")[2]: known for known in fields}
+    spellings |= {alias: alias for alias, known in ALIASES.items() if known in fields}
+    close = difflib.get_close_matches(asked.replace(".", "_"), spellings, n=1)
+    hint = f"did you mean {spellings[close[0]]}?" if close else "--help lists them all"
+    raise configs.ConfigError(f"{where}: unknown setting {asked}; {hint}")
+
+
+def _read_text(path: pathlib.Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise configs.ConfigError(f"--config {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise configs.ConfigError(f"{path}: save it as UTF-8 ({error})") from error

@@ -1,0 +1,1 @@
+"""The frozen weights: where each array lies, loading, random ones."""

@@ -1,0 +1,203 @@
+"""What came of runs: JSON lines that survive a machine which is taken away.
+
+Each line is written through to the disk. A run is tried again only if it was cut off;
+one that failed, or was cut off twice, stays as it is.
+"""
+
+import calendar
+import dataclasses
+import enum
+import json
+import logging
+import os
+import pathlib
+import statistics
+import time
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from mtuner_jax.configs import ConfigError
+from scripts.benchmarks.run_lists import Kind, Run, RunList
+
+_logger = logging.getLogger(__name__)
+ENDING = ".jsonl"
+MOST_STARTS = 2
+_TIME = "%Y-%m-%dT%H:%M:%SZ"
+_LEAST_SCALE, _MOST_SCALE = 0.5, 3.0
+_LONGER = 1.3  # than the time after which it was cut off
+
+
+class Event(enum.StrEnum):
+    """What happened to a run; CUT_OFF is by the time limit."""
+
+    STARTED = "started"
+    DONE = "done"
+    FAILED = "failed"
+    CUT_OFF = "cut off"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Record:
+    """One event.
+
+    Attributes:
+      digest: Of the list that the run belongs to.
+      run: Its name.
+      event: What happened.
+      result: What was measured.
+      error: Why it failed.
+      seconds: From the start of the run.
+      time: As ISO 8601, UTC.
+    """
+
+    digest: str
+    run: str
+    event: Event
+    result: dict[str, Any] = dataclasses.field(default_factory=dict)
+    error: str = ""
+    seconds: float = 0.0
+    time: str = ""
+
+    @property
+    def unix_s(self) -> float:
+        """When it was written."""
+        return calendar.timegm(time.strptime(self.time, _TIME))
+
+
+class State(enum.StrEnum):
+    """Where a run stands."""
+
+    OPEN = "open"
+    DONE = "done"
+    FAILED = "failed"
+    CUT_OFF = "cut off"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Where all runs of a list stand.
+
+    Attributes:
+      listed: The list.
+      records: Events, oldest first.
+    """
+
+    listed: RunList
+    records: tuple[Record, ...]
+
+    def of(self, run: Run) -> list[Record]:
+        """A run's events."""
+        return [record for record in self.records if record.run == run.name]
+
+    def state(self, run: Run) -> State:
+        """Where a run stands."""
+        own = self.of(run)
+        events = [record.event for record in own]
+        if Event.DONE in events:
+            return State.DONE
+        if Event.FAILED in events:
+            return State.FAILED
+        if events.count(Event.STARTED) >= MOST_STARTS:
+            return State.CUT_OFF
+        return State.OPEN
+
+    def result(self, run: Run) -> dict[str, Any]:
+        """What was measured; empty if nothing was."""
+        done = [record for record in self.of(run) if record.event is Event.DONE]
+        return done[-1].result if done else {}
+
+    def error(self, run: Run) -> str:
+        """Why a run failed; empty if it did not."""
+        failed = [record for record in self.of(run) if record.event is Event.FAILED]
+        return failed[-1].error if failed else ""
+
+    def last(self, names: Collection[str]) -> Record | None:
+        """The last event of any of these runs."""
+        own = [record for record in self.records if record.run in names]
+        return own[-1] if own else None
+
+    def left(self) -> list[Run]:
+        """Runs that are still to be made, most deciding first."""
+        return [run for run in self.listed.runs if self.state(run) is State.OPEN]
+
+    def expected_s(self, run: Run) -> float:
+        """How long a run will take, by the list and by runs of its kind so far."""
+        cut_off = [r.seconds for r in self.of(run) if r.event is Event.CUT_OFF]
+        scaled_s = run.expected_s * self._scale(run.kind)
+        return max(scaled_s, _LONGER * max(cut_off, default=0.0))
+
+    def _scale(self, kind: Kind) -> float:
+        expected = {run.name: run for run in self.listed.runs if run.kind is kind}
+        ratios = [
+            record.seconds / expected[record.run].expected_s
+            for record in self.records
+            if record.event is Event.DONE and record.run in expected
+        ]
+        middle = statistics.median(ratios) if ratios else 1.0
+        return min(max(middle, _LEAST_SCALE), _MOST_SCALE)
+
+
+class Writer:
+    """Appends events of runs to a file of its own."""
+
+    def __init__(self, path: pathlib.Path, listed: RunList):
+        self.path = path
+        self._digest = listed.digest
+
+    def write(self, run: Run, event: Event, **fields: Any) -> None:
+        """Appends an event, on the disk before this returns."""
+        now = time.strftime(_TIME, time.gmtime())
+        record = Record(
+            digest=self._digest, run=run.name, event=event, time=now, **fields
+        )
+        line = json.dumps(dataclasses.asdict(record), sort_keys=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def read(listed: RunList, folders: Iterable[pathlib.Path]) -> Progress:
+    """Reads the events in all files of the folders; a folder may be missing.
+
+    A file that lies in two of them, copied, counts once.
+
+    Raises:
+      ConfigError: Events of another list.
+    """
+    files: dict[str, pathlib.Path] = {}
+    for folder in folders:
+        for path in folder.glob(f"*{ENDING}"):
+            known = files.setdefault(path.name, path)
+            if path.stat().st_size > known.stat().st_size:
+                files[path.name] = path
+    records: list[Record] = []
+    for name in sorted(files):
+        records += events(files[name], listed.digest)
+    return Progress(listed=listed, records=tuple(records))
+
+
+def events(path: pathlib.Path, digest: str) -> list[Record]:
+    """Reads a file of events; one that is not there has none.
+
+    Raises:
+      ConfigError: Events of another list.
+    """
+    if not path.is_file():
+        return []
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            fields: dict[str, Any] = json.loads(line)
+            fields["event"] = Event(fields["event"])
+            record = Record(**fields)
+        except (TypeError, KeyError, ValueError) as error:
+            _logger.warning("%s, line %d is left out: %s", path, number, error)
+            continue  # written while the machine was taken away
+        if record.digest != digest:
+            raise ConfigError(
+                f"{path}: results of list {record.digest}, this one is {digest}; give "
+                "the folder of that list, or move the file away"
+            )
+        found.append(record)
+    return found

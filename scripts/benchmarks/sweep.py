@@ -1,0 +1,364 @@
+"""Where planning pays: sweeps model, length, batch, memory and link speed.
+
+python scripts/benchmarks/sweep.py --quick --jobs 2
+python scripts/benchmarks/sweep.py --output runs/sweep --jobs 2
+python scripts/benchmarks/sweep.py --output runs/sweep --draw_only
+
+A cell is planned, compared with the best static setting, and planned again without
+each mechanism that the plan uses. Writes cells.jsonl and
+maps: gain.png, mechanisms.png, bwd_keep.png, tail.png.
+All figures are predictions of the cost model.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import multiprocessing
+import pathlib
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+
+from mtuner_jax.configs import ConfigError
+from mtuner_jax.devices import meshes
+from mtuner_jax.hardware.machines import Hardware, Link
+from mtuner_jax.planning import plans
+from mtuner_jax.planning.costs import passes
+from mtuner_jax.planning.searching import search, static_plans
+from scripts import planning_inputs
+from scripts.benchmarks import mechanisms, phase_plots
+
+BAD_INPUT = 2
+# Less is within what the cost model is wrong by; nothing counts as won below it.
+LEAST_GAIN = 1.02
+# What no static setting has, beside treating layers differently.
+DRAWN_ALONE = ("bwd_keep", "tail")
+QUICK = {
+    "models": ["llama2-7b"],
+    "max_lengths": [1024],
+    "global_batch_sizes": [8, 32],
+    "budgets": [12.0, 24.0, 36.0],
+    "links": [7.0, 14.0, 100.0],
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Panel:
+    """What the cells of a panel share.
+
+    Attributes:
+      inputs: Workload, machine and mesh; the budget is the cell's.
+      budgets: GiB per device, of each cell.
+      link_gb_s: Received bytes/s over the slowest axis, in 1e9; the other links
+        are scaled alike.
+    """
+
+    inputs: planning_inputs.Inputs
+    budgets: tuple[float, ...]
+    link_gb_s: float
+
+
+def main(argv: list[str]) -> int:
+    """Sweeps and draws, or draws only; returns the exit code."""
+    arguments = parse(argv)
+    try:
+        folder = pathlib.Path(arguments.output)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not arguments.draw_only:
+            sweep(arguments, folder / "cells.jsonl")
+        draw(folder)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    return 0
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Flags; `--quick` replaces the grid's defaults, not what was given."""
+    parser = argparse.ArgumentParser(
+        prog="sweep.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    grid = [
+        ("models", str, ["llama2-7b", "llama2-13b", "llama2-70b"]),
+        ("max_lengths", int, [1024, 4096]),
+        ("global_batch_sizes", int, [8, 64]),
+        ("budgets", float, [10.0, 14.0, 20.0, 28.0, 42.0, 75.0]),
+        ("links", float, [7.0, 14.0, 28.0, 100.0]),
+    ]
+    for name, kind, default in grid:
+        parser.add_argument(f"--{name}", type=kind, nargs="+", default=default)
+    parser.add_argument("--mesh", default="pcie8")
+    parser.add_argument("--hardware", default="auto", help="its links are scaled")
+    parser.add_argument("--output", default="runs/sweep", help="folder to write to")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--quick", action="store_true", help="under two minutes")
+    parser.add_argument("--draw_only", action="store_true", help="from cells.jsonl")
+    if "--quick" in argv:
+        parser.set_defaults(**QUICK)
+    return parser.parse_args(argv)
+
+
+def sweep(arguments: argparse.Namespace, path: pathlib.Path) -> None:
+    """Plans all cells; one JSON line each, in the order of the grid."""
+    todo = list(panels(arguments))
+    started = time.monotonic()
+    # Not forked: the parent has threads (JAX) that a fork would leave stuck.
+    context = multiprocessing.get_context("spawn")
+    with (
+        path.open("w", encoding="utf-8") as file,
+        concurrent.futures.ProcessPoolExecutor(arguments.jobs, context) as pool,
+    ):
+        done = map(cells, todo) if arguments.jobs == 1 else pool.map(cells, todo)
+        for number, (panel, records) in enumerate(zip(todo, done, strict=True), 1):
+            file.writelines(json.dumps(record) + "\n" for record in records)
+            file.flush()
+            workload = panel.inputs.workload
+            print(
+                f"[{number}/{len(todo)}, {time.monotonic() - started:.0f} s] "
+                f"{workload.model} {workload.global_batch_size} x "
+                f"{workload.max_length} at {panel.link_gb_s:g} GB/s: "
+                + ", ".join(f"{r['budget_gib']:g} GiB {summary(r)}" for r in records)
+            )
+    print(f"wrote {path}")
+
+
+def panels(arguments: argparse.Namespace) -> Iterator[Panel]:
+    """The grid, but for budgets.
+
+    Raises:
+      ConfigError: Nothing positive to sweep over, an unknown model, mesh or machine.
+    """
+    for name in ("budgets", "links", "jobs"):
+        values = getattr(arguments, name)
+        values = values if isinstance(values, list) else [values]
+        if not all(math.isfinite(value) and value > 0 for value in values):
+            raise ConfigError(f"{name}={values}: finite and above 0")
+    mesh = meshes.parse(arguments.mesh, num_devices=0)
+    for model, length, rows, link in itertools.product(
+        arguments.models,
+        arguments.max_lengths,
+        arguments.global_batch_sizes,
+        arguments.links,
+    ):
+        inputs = planning_inputs.make(
+            planning_inputs.shape(model),
+            planning_inputs.Request(
+                name=model,
+                mesh=mesh,
+                global_batch_size=rows,
+                max_length=length,
+                hardware=arguments.hardware,
+            ),
+        )
+        yield Panel(
+            inputs=dataclasses.replace(
+                inputs, hardware=with_link(inputs.hardware, link * 1e9)
+            ),
+            budgets=tuple(sorted(arguments.budgets)),
+            link_gb_s=link,
+        )
+
+
+def with_link(hardware: Hardware, bytes_per_s: float) -> Hardware:
+    """The machine with its slowest link at that speed, all others scaled alike.
+
+    Raises:
+      ConfigError: One device, which has no link.
+    """
+    if not hardware.links:
+        raise ConfigError(
+            f"hardware {hardware.name} is one device, without links to sweep over; "
+            "--mesh with several devices"
+        )
+    factor = bytes_per_s / hardware.links[0].bytes_per_s
+    links = tuple(
+        Link(bytes_per_s=link.bytes_per_s * factor, latency_s=link.latency_s)
+        for link in hardware.links
+    )
+    return dataclasses.replace(hardware, links=links)
+
+
+def cells(panel: Panel) -> list[dict[str, Any]]:
+    """Records of a panel's cells, smallest budget first."""
+    workload, hardware = panel.inputs.workload, panel.inputs.hardware
+    searchers: dict[str, mechanisms.Without] = {}
+    records = []
+    for budget_gib in panel.budgets:
+        budget_bytes = int(budget_gib * 2**30)
+        inputs = dataclasses.replace(panel.inputs, budget_bytes=budget_bytes)
+        record: dict[str, Any] = {
+            "model": workload.model,
+            "max_length": workload.max_length,
+            "global_batch_size": workload.global_batch_size,
+            "mesh_sizes": inputs.mesh_sizes,
+            "hardware": hardware.name,
+            "link_gb_s": panel.link_gb_s,
+            "budget_gib": budget_gib,
+        }
+        try:
+            found = search.fastest(
+                workload,
+                hardware,
+                mesh_sizes=inputs.mesh_sizes,
+                budget_bytes=budget_bytes,
+            )
+        except ConfigError as error:  # nothing else is wrong with checked inputs
+            reason = {"status": phase_plots.NOTHING_FITS, "reason": str(error)}
+            records.append(record | reason)
+            continue
+        record |= priced(found) | against_static(inputs, found)
+        record |= attribution(inputs, found, searchers)
+        records.append(record | {"winner": winner(record)})
+    return records
+
+
+def priced(found: search.Found) -> dict[str, Any]:
+    """What a plan comes to, and the plan."""
+    played = found.timeline
+    return {
+        "step_s": played.step_s,
+        "tokens_per_s": played.tokens_per_s,
+        "exposed_s": played.exposed_s,
+        "total_bytes": found.forecast.total_bytes,
+        "binds": found.binds,
+        "reason": found.reason,
+        "search_s": found.search_s,
+        "plan": json.loads(plans.to_json(found.plan)),
+    }
+
+
+def against_static(
+    inputs: planning_inputs.Inputs, found: search.Found
+) -> dict[str, Any]:
+    """The best static setting and the gain over it."""
+    statics = static_plans.best(
+        inputs.workload,
+        inputs.hardware,
+        mesh_sizes=inputs.mesh_sizes,
+        budget_bytes=inputs.budget_bytes,
+    )
+    fitting = [static for static in statics if static.plan is not None]
+    if not fitting:
+        return {"status": phase_plots.ONLY_PLANNED, "static": "", "gain": None}
+    best = min(fitting, key=lambda static: static.step_s)
+    return {
+        "status": phase_plots.PLANNED,
+        "static": best.name,
+        "static_s": best.step_s,
+        "gain": best.step_s / found.timeline.step_s,
+    }
+
+
+def attribution(
+    inputs: planning_inputs.Inputs,
+    found: search.Found,
+    searchers: dict[str, mechanisms.Without],
+) -> dict[str, Any]:
+    """Which mechanisms a plan uses, and what its step takes without each.
+
+    Args:
+      inputs: Workload, machine, mesh and budget.
+      found: The fastest plan.
+      searchers: Searches by mechanism, made when first needed; they serve any budget.
+
+    Returns:
+      Shares of layers by mechanism; seconds without it, None where nothing fits.
+    """
+    shares = {name: m.share(found.plan) for name, m in mechanisms.ALL.items()}
+    used = {name: share for name, share in shares.items() if share > 0}
+    without_s: dict[str, float | None] = {}
+    for name in used:
+        if name not in searchers:
+            searchers[name] = mechanisms.Without(
+                mechanisms.ALL[name],
+                workload=inputs.workload,
+                hardware=inputs.hardware,
+                mesh_sizes=inputs.mesh_sizes,
+            )
+        left = searchers[name].fitting(inputs.budget_bytes)
+        without_s[name] = (
+            None
+            if left is None
+            else passes.step_s(left, inputs.workload, inputs.hardware)
+        )
+    return {"used": used, "without_s": without_s}
+
+
+def winner(record: dict[str, Any]) -> str:
+    """The mechanism without which most is lost, if the plan wins anything."""
+    if record["status"] == phase_plots.PLANNED and record["gain"] < LEAST_GAIN:
+        return phase_plots.NOTHING_WON
+    lost = {
+        name: math.inf if seconds is None else seconds / record["step_s"]
+        for name, seconds in record["without_s"].items()
+    }
+    name = max(lost, key=lambda name: lost[name], default="")
+    return name if lost.get(name, 0.0) >= LEAST_GAIN else phase_plots.NONE_ALONE
+
+
+def without(name: str, record: dict[str, Any]) -> float | None:
+    """How many times longer a step takes without a mechanism; None if none fits."""
+    seconds = record["without_s"].get(name, record["step_s"])
+    return None if seconds is None else seconds / record["step_s"]
+
+
+def summary(record: dict[str, Any]) -> str:
+    """A cell in a word."""
+    if record["status"] == phase_plots.NOTHING_FITS:
+        return record["status"]
+    if record["status"] == phase_plots.ONLY_PLANNED:
+        return f"{record['status']} ({record['winner']})"
+    return f"{record['gain']:.2f}x ({record['winner']})"
+
+
+def draw(folder: pathlib.Path) -> None:
+    """Draws the maps of a folder's cells.
+
+    Raises:
+      ConfigError: No cells there.
+    """
+    path = folder / "cells.jsonl"
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file; run without --draw_only first")
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    if not records:
+        raise ConfigError(f"{path}: no cells; run without --draw_only first")
+    where = f"({records[0]['hardware']}, links scaled; predicted by the cost model)"
+    titles = {name: m.title for name, m in mechanisms.ALL.items()}
+    phase_plots.write_factors(
+        folder / "gain.png",
+        records,
+        factor=lambda record: record["gain"],
+        title=f"Planned step against the best static setting\n{where}",
+        label="best static setting's step / planned step",
+    )
+    phase_plots.write_winners(
+        folder / "mechanisms.png",
+        records,
+        names=titles,
+        title="The mechanism that the planned step needs most, and how many times\n"
+        f"longer it takes without {where}",
+    )
+    for name in DRAWN_ALONE:
+        phase_plots.write_factors(
+            folder / f"{name}.png",
+            records,
+            factor=functools.partial(without, name),
+            title=f"The planned step without: {titles[name]}\n{where}",
+            label="step without / planned step",
+        )
+    for name in ("gain", "mechanisms", *DRAWN_ALONE):
+        print(f"wrote {folder / name}.png")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,140 @@
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import llama
+from mtuner_jax.adapters import lora
+from mtuner_jax.engines.elastic import passes
+from mtuner_jax.engines.elastic.segment_weights import Segment
+from mtuner_jax.planning import plans
+from mtuner_jax.planning.costs import arena_layouts
+from mtuner_jax.planning.plans import Saved
+from tests import tiny
+
+ROWS, TOKENS = 2, 12
+CONFIG = tiny.CONFIG
+LAYERS = CONFIG.num_layers
+TOKEN_FLOATS = ROWS * TOKENS
+INPUT_FLOATS = TOKEN_FLOATS * CONFIG.hidden_size
+HIDDEN_FLOATS = TOKEN_FLOATS * CONFIG.intermediate_size
+QUERY_FLOATS = TOKEN_FLOATS * CONFIG.num_heads * CONFIG.head_dim
+KEY_FLOATS = TOKEN_FLOATS * CONFIG.num_kv_heads * CONFIG.head_dim
+ATTENTION = {
+    "query": QUERY_FLOATS,
+    "key": KEY_FLOATS,
+    "value": KEY_FLOATS,
+    "attention": QUERY_FLOATS,
+    "attention_extra": TOKEN_FLOATS * CONFIG.num_heads,  # softmax statistics
+}
+GATES = {"gate": HIDDEN_FLOATS, "up": HIDDEN_FLOATS}
+LINEARS = {
+    "attention_input": INPUT_FLOATS,
+    "residual": INPUT_FLOATS,
+    "mlp_input": INPUT_FLOATS,
+    "hidden": HIDDEN_FLOATS,
+}
+KEPT_FLOATS = {
+    Saved.LINEARS: {**ATTENTION, **GATES, **LINEARS},
+    Saved.ATTENTION_AND_GATES: {**ATTENTION, **GATES},
+    Saved.ATTENTION: ATTENTION,
+    Saved.LAYER_INPUT: {},
+    Saved.LAYER_INPUT_ON_HOST: {},
+}
+
+
+def segment_run(saved, *, prefetch=False):
+    """(run, segment, x, arena) of all layers on one device, whole weights."""
+    model = llama.Llama(CONFIG)
+    specs = tiny.adapters(model)
+    rows = tiny.batch(
+        np.random.default_rng(0), rows=ROWS, tokens=TOKENS, vocab_size=model.vocab_size
+    )
+    run = passes.Run(
+        model=model,
+        axes=(),
+        context=model.context(rows),
+        drop=None,
+        adapters=tiny.filled(specs, dtype=np.float32),
+        scalings=lora.scaling_arrays(specs),
+    )
+    input_size = 0 if saved is Saved.LAYER_INPUT_ON_HOST else INPUT_FLOATS
+    layout = arena_layouts.layout(LAYERS * [input_size], LAYERS * [0])
+    segment = Segment(
+        plan=plans.SegmentPlan(num_layers=LAYERS, saved=saved, prefetch=prefetch),
+        start=0,
+        first=0,
+        shards=tiny.parameters(model, dtype=np.float32)["layers"],
+        arena=layout,
+        axes=(),
+    )
+    x_BTD = jnp.zeros((ROWS, TOKENS, CONFIG.hidden_size))
+    return run, segment, x_BTD, jnp.zeros((layout.rows, layout.width))
+
+
+def residuals(saved, **settings):
+    """What the forward loop hands to the backward loop: (arena, kept)."""
+    run, segment, x_BTD, arena = segment_run(saved, **settings)
+    forward = functools.partial(passes.forward, run, [segment])
+    traced = jax.jit(forward).trace(x_BTD, arena)
+    results = jax.tree.unflatten(
+        jax.tree.structure(traced.out_info), traced.jaxpr.out_avals
+    )
+    _, (kept,), arena = results
+    return arena, kept
+
+
+@pytest.mark.parametrize("saved", Saved)
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_policy_keeps_exactly_these_floats(saved, prefetch):
+    arena, kept = residuals(saved, prefetch=prefetch)
+    got = {name: math.prod(leaf.shape) for name, leaf in kept.tensors.items()}
+    assert got == {name: LAYERS * n for name, n in KEPT_FLOATS[saved].items()}
+    assert kept.blocks == []
+    if saved is Saved.LAYER_INPUT_ON_HOST:
+        assert arena.shape[0] == 1
+        assert sum(leaf.size for leaf in kept.inputs) == LAYERS * INPUT_FLOATS
+        spaces = {leaf.memory_space for leaf in kept.inputs}
+        assert spaces == {jax.memory.Space.Host}
+    else:
+        assert arena.size == LAYERS * INPUT_FLOATS
+        assert kept.inputs == []
+
+
+def dots_of_backward(saved):
+    """Products in the lowered backward pass of a layer."""
+    run, segment, x_BTD, arena = segment_run(saved)
+    kept = jax.tree.map(jnp.zeros_like, residuals(saved)[1])
+
+    def backward(kept, dx_BTD, arena):
+        grads = jax.tree.map(jnp.zeros_like, run.adapters)
+        state = passes.Backwards(dx_BTD, arena, grads)
+        return passes.backward(run, [segment], [kept], state)
+
+    lowered = jax.jit(backward).lower(kept, x_BTD, arena)
+    return lowered.as_text().count("stablehlo.dot_general")
+
+
+# A linear's forward is x W and (x A) B. Of its backward, W takes one product and the
+# adapter five: three to x and s = x A again, two to A and B. Attention's backward has
+# five, the scores among them; its forward two.
+LINEAR, LINEAR_BACKWARD = 3, 6
+ATTENTION_FORWARD, ATTENTION_BACKWARD = 2, 5
+
+
+@pytest.mark.parametrize(
+    ("saved", "recomputed"),
+    [
+        (Saved.LINEARS, 0),
+        (Saved.ATTENTION_AND_GATES, LINEAR),  # o_proj
+        (Saved.ATTENTION, 3 * LINEAR),  # and gate, up
+        (Saved.LAYER_INPUT, 6 * LINEAR + ATTENTION_FORWARD),  # all but down_proj
+        (Saved.LAYER_INPUT_ON_HOST, 6 * LINEAR + ATTENTION_FORWARD),
+    ],
+)
+def test_backward_recomputes_only_what_was_not_kept(saved, recomputed):
+    backward = 7 * LINEAR_BACKWARD + ATTENTION_BACKWARD
+    assert dots_of_backward(saved) == backward + recomputed

@@ -1,0 +1,46 @@
+import jax.numpy as jnp
+import pytest
+
+from mtuner_jax.planning import plans
+from tests.engines.elastic import plan_cases
+
+NUM_RANDOM = 200
+# A few of the random plans in every run; together they touch each choice and mesh.
+FIXED = (1, 3, 8, 14, 36)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("seed", FIXED)
+def test_random_plan_equals_the_plain_step(seed):
+    plan_cases.check(plan_cases.random_case(seed), dtype=jnp.float64)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("seed", sorted(set(range(NUM_RANDOM)) - set(FIXED)))
+def test_each_random_plan_equals_the_plain_step(seed):
+    plan_cases.check(plan_cases.random_case(seed), dtype=jnp.float64)
+
+
+def test_plan_in_float32_stays_within_rounding():
+    segments = (
+        plans.SegmentPlan(
+            num_layers=2,
+            fwd_keep_axes=2,
+            bwd_keep_axes=1,
+            saved=plans.Saved.ATTENTION_AND_GATES,
+            prefetch=True,
+        ),
+        plans.SegmentPlan(num_layers=1, bwd_keep_axes=3, fwd_keep_axes=0),
+    )
+    plan = plans.Plan(
+        mesh_sizes=(2, 2, 2),
+        segments=segments,
+        microbatch=2,
+        accumulation=1,
+        tail_layers=1,
+        tail_chunks=2,
+        weight_dtype="float32",
+    )
+    case = plan_cases.Case(mesh="2x2x2", plan=plan)
+    plan_cases.check(case, dtype=jnp.float32)

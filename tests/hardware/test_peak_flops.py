@@ -1,0 +1,30 @@
+import pytest
+
+from mtuner_jax.hardware import peak_flops
+
+
+@pytest.mark.parametrize(
+    ("kind", "tflops"),
+    [
+        ("NVIDIA A100-PCIE-40GB", 312),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.5),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA H200 NVL", 835.5),
+        ("NVIDIA L40S", 362.05),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+    ],
+)
+def test_dense_bfloat16_peaks(kind, tflops):
+    assert peak_flops.peak_flops_per_s(kind) == pytest.approx(tflops * 1e12)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["cpu", "NVIDIA L40", "NVIDIA GeForce RTX 4090 D", "NVIDIA GB200", "NVIDIA GH200"],
+)
+def test_other_devices_have_no_peak(kind):
+    assert peak_flops.peak_flops_per_s(kind) is None
