@@ -8,7 +8,8 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 ROWS = (
-    {"mtuner_jax.configs", "mtuner_jax.numbers"},
+    {"mtuner_jax.configs"},
+    {"mtuner_jax.numbers"},
     {"mtuner_jax.hardware", "mtuner_jax.settings"},
     {"mtuner_jax.planning", "mtuner_jax.scheduling"},
     {"mtuner_jax.devices", "mtuner_jax.plots"},

@@ -7,17 +7,14 @@ can save the two and skip attention's forward run in the backward pass.
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mtuner_jax.configs import ConfigError
+from mtuner_jax.numbers import chunking
 from mtuner_jax.ops import attention_cudnn
-
-_BLOCK_TOKENS = 512
-_MAX_BLOCKS = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,13 +120,6 @@ def _backward(residuals, grad_BTNH, spec):
     return _xla_backward(residuals, grad_BTNH, spec)
 
 
-def _blocks(num_tokens: int) -> Iterator[tuple[int, int]]:
-    """Query blocks (start, end); keys past `end` are never read."""
-    block = max(_BLOCK_TOKENS, -(-num_tokens // _MAX_BLOCKS))
-    for start in range(0, num_tokens, block):
-        yield start, min(start + block, num_tokens)
-
-
 def _allowed(segment_ids_BT, start, end, window):
     """bool [B, 1, 1, end - start, end]: which key each query of a block may see."""
     query = jnp.arange(start, end)[:, None]
@@ -152,7 +142,7 @@ def _xla_forward(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, spec):
     q_BTKGH = _grouped(q_BTNH, k_BTKH.shape[2])
     scale = q_BTNH.shape[-1] ** -0.5
     outputs, stats = [], []
-    for start, end in _blocks(q_BTNH.shape[1]):
+    for start, end in chunking.attention_blocks(q_BTNH.shape[1]):
         scores = scale * jnp.einsum(
             "btkgh,bskh->bkgts",
             q_BTKGH[:, start:end],
@@ -181,7 +171,7 @@ def _xla_backward(residuals, grad_BTNH, spec):
     delta_BKGT = jnp.transpose(delta_BTKG, (0, 2, 3, 1))
     dq = []
     dk, dv = jnp.zeros_like(k_BTKH, wide), jnp.zeros_like(v_BTKH, wide)
-    for start, end in _blocks(q_BTNH.shape[1]):
+    for start, end in chunking.attention_blocks(q_BTNH.shape[1]):
         q, grad = q_BTKGH[:, start:end], grad_BTKGH[:, start:end]
         k, v = k_BTKH[:, :end], v_BTKH[:, :end]
         scores = scale * jnp.einsum(

@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-LOGIT_BYTES = 256 * 2**20
-_MIN_CHUNKS = 8
-_MIN_CHUNK_TOKENS = 32
+from mtuner_jax.numbers import chunking
 
 
 class TokenLoss(NamedTuple):
@@ -21,21 +19,6 @@ class TokenLoss(NamedTuple):
 
     loss: jax.Array
     tokens: jax.Array
-
-
-def chunk_tokens(
-    num_tokens: int, vocab_size: int, *, limit_bytes: int = LOGIT_BYTES
-) -> int:
-    """Tokens of a chunk: a divisor of `num_tokens`.
-
-    The chunk's float32 logits stay within `limit_bytes`, and there are about 8 chunks
-    or more, so that skipping those without loss pays for prompts and padding.
-    """
-    limit = max(1, limit_bytes // (4 * vocab_size))
-    limit = min(limit, max(_MIN_CHUNK_TOKENS, num_tokens // _MIN_CHUNKS))
-    if num_tokens <= limit:
-        return num_tokens
-    return max(size for size in range(1, limit + 1) if num_tokens % size == 0)
 
 
 def cross_entropy(
@@ -60,14 +43,16 @@ def chunked(
     targets_S: jax.Array,
     weights_S: jax.Array,
     *,
-    limit_bytes: int = LOGIT_BYTES,
+    limit_bytes: int = chunking.LOGIT_BYTES,
 ) -> jax.Array:
     """`cross_entropy` a chunk of tokens at a time; forward only.
 
     Returns:
       Scalar sum in at least float32. Peak extra memory: one chunk of logits.
     """
-    size = chunk_tokens(x_SD.shape[0], table_VD.shape[0], limit_bytes=limit_bytes)
+    size = chunking.loss_tokens(
+        x_SD.shape[0], table_VD.shape[0], limit_bytes=limit_bytes
+    )
     chunks = _chunks((x_SD, targets_S, weights_S), _trained_first(weights_S), size)
 
     def trained(x_SD, targets_S, weights_S):
@@ -82,7 +67,7 @@ def chunked_value_and_grad(
     targets_S: jax.Array,
     weights_S: jax.Array,
     *,
-    limit_bytes: int = LOGIT_BYTES,
+    limit_bytes: int = chunking.LOGIT_BYTES,
 ) -> tuple[jax.Array, jax.Array]:
     """`cross_entropy` and its gradient to `x_SD`, a chunk of tokens at a time.
 
@@ -93,7 +78,9 @@ def chunked_value_and_grad(
     Returns:
       (scalar sum, gradient [S, D] in the dtype of `x_SD`).
     """
-    size = chunk_tokens(x_SD.shape[0], table_VD.shape[0], limit_bytes=limit_bytes)
+    size = chunking.loss_tokens(
+        x_SD.shape[0], table_VD.shape[0], limit_bytes=limit_bytes
+    )
     order_S = _trained_first(weights_S)
     chunks = _chunks((x_SD, targets_S, weights_S), order_S, size)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from mtuner_jax.ops import losses
+from mtuner_jax.numbers import chunking
 
 
 def _order(axes: Sequence[str]) -> tuple[str, ...]:
@@ -53,7 +53,7 @@ def value_and_grad(
       tokens, one all-gather and one reduce-scatter of vectors, and two reductions of
       a number per token.
     """
-    size = losses.chunk_tokens(x_SD.shape[0], shard_VD.shape[0])
+    size = chunking.loss_tokens(x_SD.shape[0], shard_VD.shape[0])
     chunks = jax.tree.map(
         lambda array: array.reshape(-1, size, *array.shape[1:]), (x_SD, *token_targets)
     )

@@ -15,7 +15,7 @@ from mtuner_jax.devices import meshes
 from mtuner_jax.engines.elastic import steps
 from mtuner_jax.inspection import collectives, compile_only, hlo_programs
 from mtuner_jax.inspection.collectives import Collective
-from mtuner_jax.ops import losses
+from mtuner_jax.numbers import chunking
 from mtuner_jax.planning import plans
 from tests import tiny
 from tests.engines.elastic import plan_cases
@@ -160,7 +160,7 @@ class Implied:
             return []
         vocab, width = self.spec.model.shapes()["embed"]["table"]
         tokens = plan.microbatch // plan.tail_chunks * TOKENS
-        size = losses.chunk_tokens(tokens, -(-vocab // devices))
+        size = chunking.loss_tokens(tokens, -(-vocab // devices))
         loops = (*loops, tokens // size)
         return [
             *self._over_all("all_gather", devices * size * width, loops),  # vectors

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mtuner_jax.numbers import chunking
 from mtuner_jax.ops import losses
 from tests import comparing
 
@@ -85,7 +86,7 @@ def test_logits_of_all_tokens_never_exist(run):
     shapes = ((tokens, width), (vocab, width), (tokens,), (tokens,))
     dtypes = (jnp.bfloat16, jnp.bfloat16, jnp.int32, jnp.float32)
     arrays = [jax.ShapeDtypeStruct(*pair) for pair in zip(shapes, dtypes, strict=True)]
-    chunk = losses.chunk_tokens(tokens, vocab)
+    chunk = chunking.loss_tokens(tokens, vocab)
     assert chunk == 512
     largest = largest_array(jax.make_jaxpr(run)(*arrays).jaxpr)
     assert largest == chunk * vocab
@@ -97,7 +98,7 @@ def test_logits_of_all_tokens_never_exist(run):
     ("tokens", "fit", "want"), [(48, 100, 24), (32, 100, 32), (24, 9, 8), (23, 9, 1)]
 )
 def test_chunks_are_the_largest_divisor_that_fits(tokens, fit, want):
-    got = losses.chunk_tokens(tokens, VOCAB, limit_bytes=4 * VOCAB * fit)
+    got = chunking.loss_tokens(tokens, VOCAB, limit_bytes=4 * VOCAB * fit)
     assert got == want
 
 

@@ -5,6 +5,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mtuner_jax.devices import meshes
+from mtuner_jax.numbers import chunking
 from mtuner_jax.ops import losses, vocabulary
 from tests import comparing
 
@@ -107,7 +108,7 @@ def test_loss_and_gradient_of_each_device_are_those_of_the_whole_table(mesh):
     table_VD, split_VD = table(mesh)
     x_SD, targets_S, weights_S = tokens(mesh)
     want = unsplit_loss(mesh, x_SD, table_VD, targets_S, weights_S)
-    assert losses.chunk_tokens(ROWS * TOKENS, PADDED // mesh.size) < ROWS * TOKENS
+    assert chunking.loss_tokens(ROWS * TOKENS, PADDED // mesh.size) < ROWS * TOKENS
     got = split_loss(mesh)(x_SD, split_VD, targets_S, weights_S)
     comparing.assert_trees_close(jax.device_get(got), want)
 

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 
 from mtuner_jax.configs import ConfigError
 from mtuner_jax.hardware.machines import Hardware, Link
-from mtuner_jax.planning.costs import forecasts, kernels, transients
+from mtuner_jax.numbers import chunking
+from mtuner_jax.planning.costs import forecasts, kernels
 from mtuner_jax.planning.costs.forecasts import LayerBytes, StepChoices
 from mtuner_jax.planning.plans import AdapterState, Saved, SegmentPlan, Table
 from mtuner_jax.planning.workloads import Workload
@@ -309,7 +310,7 @@ def _loss(workload, hardware, chosen, *, rows):
     devices = math.prod(chosen.mesh_sizes)
     split = chosen.head is Table.SPLIT
     table_rows = -(-workload.vocab_size // (devices if split else 1))
-    size = transients.chunk_tokens(tokens, table_rows)
+    size = chunking.loss_tokens(tokens, table_rows)
     at_once = size * devices if split else size
     logits = tokens * workload.vocab_size
     stream_bytes = tokens * workload.hidden_size * workload.element_bytes

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mtuner_jax.hardware.machines import Hardware
+from mtuner_jax.numbers import chunking
 from mtuner_jax.planning.plans import SAVED_TENSORS, Saved
 from mtuner_jax.planning.workloads import Linear, Workload
 
@@ -29,8 +30,6 @@ _LORA_BACKWARD = (6, 2)
 _DROPOUT = (6, 4)
 # Attention by XLA: bytes that take as long to move, for each score that it computes.
 _SCORE_BYTES = (20, 38)
-_CAUSAL_BLOCK_TOKENS = 512
-_CAUSAL_BLOCKS = 16
 
 
 def matmul_rate(hardware: Hardware, tokens: int) -> float:
@@ -114,8 +113,7 @@ def _attention(workload, hardware, *, rows):
         flops = 2 * rows * tokens * tokens * heads * workload.head_dim
         forward = flops / hardware.attention_flops_per_s
         return forward, 2.5 * forward  # 2 products forward, 5 backward
-    block = max(_CAUSAL_BLOCK_TOKENS, -(-tokens // _CAUSAL_BLOCKS))
-    blocks = -(-tokens // block)
+    blocks = len(chunking.attention_blocks(tokens))
     scores = rows * heads * tokens * tokens * (blocks + 1) / (2 * blocks)
     forward, backward = (
         scores * size / hardware.memory_bytes_per_s for size in _SCORE_BYTES

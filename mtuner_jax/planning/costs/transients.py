@@ -12,15 +12,11 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from mtuner_jax.numbers import chunking
 from mtuner_jax.planning.plans import SegmentPlan, Table
 from mtuner_jax.planning.workloads import Workload
 
-_LOGIT_BYTES = 256 * 2**20
-_MIN_CHUNKS = 8
-_MIN_CHUNK_TOKENS = 32
 _WIDE_BYTES = 4
-_BLOCK_TOKENS = 512
-_MAX_BLOCKS = 16
 
 # Alive when attention's backward pass runs, which is the peak: the gradients of gate,
 # up and hidden, kept for the adapters' gradients, which are computed late; the stream,
@@ -124,12 +120,8 @@ def score_bytes(workload: Workload, *, rows: int) -> int:
 
     `ops.attention` goes through blocks of queries; XLA holds those of all blocks.
     """
-    tokens = workload.max_length
-    block = max(_BLOCK_TOKENS, -(-tokens // _MAX_BLOCKS))
-    scores = sum(
-        (min(start + block, tokens) - start) * min(start + block, tokens)
-        for start in range(0, tokens, block)
-    )
+    blocks = chunking.attention_blocks(workload.max_length)
+    scores = sum((end - start) * end for start, end in blocks)
     return 2 * rows * workload.num_heads * scores * _WIDE_BYTES
 
 
@@ -161,10 +153,10 @@ def loss(workload: Workload, head: Table, *, devices: int, rows: int) -> int:
     stream = tokens * workload.hidden_size * workload.element_bytes
     if head is Table.SPLIT:
         table_rows = -(-workload.vocab_size // devices)
-        chunk = devices * chunk_tokens(tokens, table_rows)
+        chunk = devices * chunking.loss_tokens(tokens, table_rows)
     else:
         table_rows = workload.vocab_size
-        chunk = chunk_tokens(tokens, table_rows)
+        chunk = chunking.loss_tokens(tokens, table_rows)
     logits = chunk * table_rows * _WIDE_BYTES
     return gathered_bytes(workload, head, devices=devices) + 2 * logits + 3 * stream
 
@@ -185,15 +177,6 @@ def gathered_bytes(workload: Workload, table: Table, *, devices: int) -> int:
         return 0
     rows = -(-workload.vocab_size // devices) * devices
     return rows * workload.hidden_size * workload.element_bytes
-
-
-def chunk_tokens(num_tokens: int, table_rows: int) -> int:
-    """Tokens whose logits are held at once, as `ops.losses.chunk_tokens` chooses."""
-    limit = max(1, _LOGIT_BYTES // (_WIDE_BYTES * table_rows))
-    limit = min(limit, max(_MIN_CHUNK_TOKENS, num_tokens // _MIN_CHUNKS))
-    if num_tokens <= limit:
-        return num_tokens
-    return next(size for size in range(limit, 0, -1) if num_tokens % size == 0)
 
 
 def _hundredths(count: int, num_bytes: int) -> int:

@@ -2,7 +2,6 @@ import dataclasses
 
 import pytest
 
-from mtuner_jax.ops import losses
 from mtuner_jax.planning import plans
 from mtuner_jax.planning.costs import forecasts, transients
 from tests import small_plans
@@ -242,10 +241,3 @@ def test_copies_are_whole_weights_at_their_ratio(axes):
 def test_a_copy_at_the_ratio_of_rest_is_none():
     got = layer(segment(rest=2))
     assert got.fwd_copy == got.bwd_copy == 0
-
-
-@pytest.mark.parametrize("num_tokens", [1, 24, 1024, 4096, 3 * 8192])
-@pytest.mark.parametrize("vocab_size", [256, 4000, 32000, 128256])
-def test_chunks_of_tokens_are_those_of_the_loss(num_tokens, vocab_size):
-    got = transients.chunk_tokens(num_tokens, vocab_size)
-    assert got == losses.chunk_tokens(num_tokens, vocab_size)
