@@ -106,7 +106,7 @@ RESUME = """
 import json, sys
 import transformers
 from mtuner_jax import configs
-from mtuner_jax.training.data import loading
+from mtuner_jax.data import loading
 path, tokenizer, packing, state, steps = json.load(sys.stdin)
 run = configs.RunConfig(
     dataset=configs.DatasetConfig(path=(path,)), max_length=96, packing=packing
@@ -120,7 +120,7 @@ print(json.dumps([batches, train.get_state(), train.epoch]))
 
 
 def run_process(*args):
-    root = pathlib.Path(__file__).parents[3]
+    root = pathlib.Path(__file__).parents[2]
     got = subprocess.run(
         [sys.executable, "-c", RESUME],
         input=json.dumps(args),
@@ -209,8 +209,8 @@ def test_plain_data_needs_no_template(tmp_path):
 
 
 def test_the_shipped_set_is_found_from_any_folder_and_fits_the_default_run(tmp_path):
-    code = "from mtuner_jax.training.data import loading; print(loading.shipped_path())"
-    root = pathlib.Path(__file__).parents[3]
+    code = "from mtuner_jax.data import loading; print(loading.shipped_path())"
+    root = pathlib.Path(__file__).parents[2]
     got = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,
@@ -228,7 +228,7 @@ def test_the_shipped_set_is_found_from_any_folder_and_fits_the_default_run(tmp_p
 
 
 def test_the_shipped_set_is_made_the_same_way_each_time(tmp_path):
-    root = pathlib.Path(__file__).parents[3]
+    root = pathlib.Path(__file__).parents[2]
     outputs = []
     for seed in ("0", "1"):
         path = tmp_path / f"{seed}.jsonl"

@@ -138,7 +138,8 @@ def run(script, **environ):
 
 PREPARE_CPU = """
     import json, jax
-    from mtuner_jax import configs, platforms
+    from mtuner_jax import configs
+    from mtuner_jax.devices import platforms
     prepared = platforms.prepare(configs.Platform.CPU, 6, mesh="3x2")
     devices = platforms.start(prepared)
     cache = jax.config.jax_compilation_cache_dir
@@ -160,7 +161,8 @@ def test_an_existing_jax_cache_directory_wins():
 
 PREPARE_GPU = """
     import json, os, jax
-    from mtuner_jax import configs, platforms
+    from mtuner_jax import configs
+    from mtuner_jax.devices import platforms
     fraction = platforms.prepare_gpu(deterministic=True)
     names = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_FLAGS", "CUDA_DEVICE_ORDER")
     given = [os.environ.get(name) for name in names]

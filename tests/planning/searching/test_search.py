@@ -39,10 +39,12 @@ def test_the_same_plan_to_the_byte_in_every_process():
     assert plans.to_json(brute_force.fastest(scores, budget_bytes).plan) == want
     program = "\n".join(
         (
-            "from mtuner_jax.planning import hardware, plans, search",
+            "from mtuner_jax.hardware import machines",
+            "from mtuner_jax.planning import plans",
+            "from mtuner_jax.planning.searching import search",
             "from mtuner_jax.planning.workloads import Linear, Workload",
             f"workload = {workload!r}",
-            f"machine = hardware.fitted(hardware.preset({machine.name!r}), (2, 2))",
+            f"machine = machines.fitted(machines.preset({machine.name!r}), (2, 2))",
             "found = search.fastest(workload, machine, mesh_sizes=(2, 2), "
             f"budget_bytes={budget_bytes})",
             "print(plans.to_json(found.plan), end='')",
@@ -51,7 +53,7 @@ def test_the_same_plan_to_the_byte_in_every_process():
     for hash_seed in ("0", "1"):
         done = subprocess.run(
             [sys.executable, "-c", program],
-            cwd=pathlib.Path(__file__).parents[2],
+            cwd=pathlib.Path(__file__).parents[3],
             env={**os.environ, "PYTHONHASHSEED": hash_seed},
             check=True,
             capture_output=True,

@@ -7,7 +7,7 @@ from mtuner_jax.planning.costs import passes
 from scripts import planning_inputs
 from scripts.benchmarks import predicted_gains
 
-DOCUMENT = pathlib.Path(__file__).resolve().parents[2] / predicted_gains.OUTPUT
+DOCUMENT = pathlib.Path(__file__).resolve().parents[3] / predicted_gains.OUTPUT
 FLAGS = ["--models", "llama2-7b", "llama2-70b", "--max_lengths", "1024"]
 
 
