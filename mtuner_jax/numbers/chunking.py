@@ -32,3 +32,8 @@ def attention_blocks(num_tokens: int) -> list[tuple[int, int]]:
     return [
         (start, min(start + block, num_tokens)) for start in range(0, num_tokens, block)
     ]
+
+
+def padded(size: int, parts: int) -> int:
+    """The next multiple of `parts`: rows of an array that is split into so many."""
+    return -(-size // parts) * parts
