@@ -18,7 +18,11 @@ from flax import nnx
 
 from models.llama_configs import LlamaConfig, RopeScaling
 from mtuner_jax.adapters import lora
-from mtuner_jax.ops import attention, dropout, lora_linear, tapes
+from mtuner_jax.ops import dropout, tapes
+from mtuner_jax.ops.attention import api as attention
+from mtuner_jax.ops.attention.operands import Attended, Qkv
+from mtuner_jax.ops.low_rank import api as low_rank
+from mtuner_jax.ops.low_rank.operands import LayerAdapters
 
 Params = dict[str, Any]
 
@@ -59,13 +63,11 @@ class Linear(nnx.Module):
         self.kernel = nnx.Param(jnp.zeros(sizes))
         self.bias = nnx.Param(jnp.zeros(sizes[1])) if bias else None
 
-    def __call__(
-        self, x_BTD: jax.Array, adapters: lora_linear.LayerAdapters
-    ) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, adapters: LayerAdapters) -> jax.Array:
         """[B, T, D] -> [B, T, F]."""
         lora_weights, drop = adapters.of(self.module)
         bias = None if self.bias is None else self.bias[...]
-        return lora_linear.apply(
+        return low_rank.apply(
             x_BTD, self.kernel[...], bias, lora=lora_weights, drop=drop
         )
 
@@ -86,7 +88,7 @@ class Attention(nnx.Module):
     def __call__(
         self,
         x_BTD: jax.Array,
-        adapters: lora_linear.LayerAdapters,
+        adapters: LayerAdapters,
         context: Context,
         tape: tapes.Tape,
     ) -> jax.Array:
@@ -95,14 +97,14 @@ class Attention(nnx.Module):
         q = rotate(self.q_proj(x_BTD, adapters).reshape(heads), context)
         k = rotate(self.k_proj(x_BTD, adapters).reshape(heads), context)
         v = self.v_proj(x_BTD, adapters).reshape(heads)
-        q = tape.keep("query", q)
-        k = tape.keep("key", k)
-        v = tape.keep("value", v)
+        qkv = Qkv(tape.keep("query", q), tape.keep("key", k), tape.keep("value", v))
         ids = context.segment_ids
         out_BTNH = tape.keep_pair(
             "attention",
-            lambda: attention.attend(q, k, v, ids, self.spec),
-            lambda *saved: attention.attend_saved(q, k, v, ids, saved, self.spec),
+            lambda: attention.attend(qkv, ids, self.spec),
+            lambda out, stats: attention.attend_saved(
+                qkv, ids, Attended(out, stats), self.spec
+            ),
         )
         return self.o_proj(out_BTNH.reshape(*x_BTD.shape[:2], -1), adapters)
 
@@ -119,7 +121,7 @@ class MLP(nnx.Module):
     def __call__(
         self,
         x_BTD: jax.Array,
-        adapters: lora_linear.LayerAdapters,
+        adapters: LayerAdapters,
         tape: tapes.Tape,
     ) -> jax.Array:
         """[B, T, D] -> [B, T, D]."""
@@ -142,7 +144,7 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         x_BTD: jax.Array,
-        adapters: lora_linear.LayerAdapters,
+        adapters: LayerAdapters,
         context: Context,
         tape: tapes.Tape,
     ) -> jax.Array:
@@ -229,7 +231,7 @@ class Llama:
     def layer(
         self,
         weights: Params,
-        adapters: lora_linear.LayerAdapters,
+        adapters: LayerAdapters,
         x_BTD: jax.Array,
         *,
         context: Context,

@@ -35,7 +35,7 @@ from mtuner_jax.devices import detection, meshes, platforms
 from mtuner_jax.engines import compiling, flops, profile_guided
 from mtuner_jax.engines.elastic import steps
 from mtuner_jax.numbers import sizes
-from mtuner_jax.ops import attention
+from mtuner_jax.ops.attention import api as attention
 from mtuner_jax.planning import plans, reports
 from mtuner_jax.protocols.states import Batch
 from mtuner_jax.training import optimizers

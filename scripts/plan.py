@@ -24,7 +24,7 @@ from mtuner_jax.devices import detection, meshes, platforms
 from mtuner_jax.engines.elastic import steps
 from mtuner_jax.hardware.machines import Hardware
 from mtuner_jax.inspection import compile_only
-from mtuner_jax.ops import attention
+from mtuner_jax.ops.attention import api as attention
 from mtuner_jax.planning import plans, reports
 from mtuner_jax.plots import plan_pictures, plan_plots
 from mtuner_jax.settings import cli

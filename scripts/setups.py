@@ -26,7 +26,7 @@ from mtuner_jax.engines import compiling, profile_guided
 from mtuner_jax.engines.elastic import steps
 from mtuner_jax.inspection import compile_only
 from mtuner_jax.numbers import sizes
-from mtuner_jax.ops import attention
+from mtuner_jax.ops.attention import api as attention
 from mtuner_jax.planning import plans, reports
 from mtuner_jax.planning.costs import forecasts, timelines
 from mtuner_jax.protocols.states import Params

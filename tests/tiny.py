@@ -11,7 +11,9 @@ import optax
 from models import llama, llama_configs
 from mtuner_jax.adapters import lora
 from mtuner_jax.configs import LoraConfig
-from mtuner_jax.ops import dropout, lora_linear, losses, tapes
+from mtuner_jax.ops import dropout, tapes
+from mtuner_jax.ops.cross_entropy import reference as losses
+from mtuner_jax.ops.low_rank import operands as lora_linear
 from mtuner_jax.protocols.states import Batch, TrainState
 
 CONFIG = llama_configs.LlamaConfig(

@@ -21,7 +21,10 @@ from mtuner_jax.calibration import benches, links
 from mtuner_jax.calibration.benches import Bench, Section
 from mtuner_jax.configs import ConfigError, LoraConfig
 from mtuner_jax.hardware import boxes, machines
-from mtuner_jax.ops import attention, lora_linear, tapes
+from mtuner_jax.ops import tapes
+from mtuner_jax.ops.attention import api as attention
+from mtuner_jax.ops.attention.operands import Qkv
+from mtuner_jax.ops.low_rank import operands as lora_linear
 from mtuner_jax.protocols.states import Batch
 
 _CGROUP_LIMIT = pathlib.Path("/sys/fs/cgroup/memory.max")
@@ -181,7 +184,7 @@ def _attention(bench: Bench, found: Mapping[str, Any]) -> Section:
     spec = attention.Spec(implementation="cudnn" if bench.on_gpu else "xla")
 
     def run(q, k, v):
-        return attention.attend(q, k, v, ids, spec)[0]
+        return attention.attend(Qkv(q, k, v), ids, spec).out_BTNH
 
     # Barriers and a number that takes part of each result keep the loop's steps, which
     # all do the same, apart; results carried on would be copied.

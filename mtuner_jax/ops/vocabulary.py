@@ -39,7 +39,7 @@ def value_and_grad(
     axes: Sequence[str],
     vocab_size: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """`losses.cross_entropy` of this device's tokens on the split table.
+    """`cross_entropy.reference` of this device's tokens on the split table.
 
     Args:
       x_SD: This device's tokens, [S, D].

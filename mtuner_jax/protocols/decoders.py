@@ -6,7 +6,8 @@ from typing import Any, Protocol
 import jax
 
 from mtuner_jax.adapters import lora
-from mtuner_jax.ops import lora_linear, tapes
+from mtuner_jax.ops import tapes
+from mtuner_jax.ops.low_rank import operands as lora_linear
 from mtuner_jax.protocols.states import Batch, Params
 
 

@@ -21,7 +21,7 @@ from mtuner_jax.configs import ConfigError
 from mtuner_jax.engines import compiling, profile_guided
 from mtuner_jax.engines.elastic import steps
 from mtuner_jax.numbers import sizes
-from mtuner_jax.ops import losses
+from mtuner_jax.ops.cross_entropy import api as losses
 from mtuner_jax.protocols.states import Batch, Params, StepMetrics, TrainState
 
 _logger = logging.getLogger(__name__)

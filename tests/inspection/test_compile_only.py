@@ -10,10 +10,11 @@ from mtuner_jax.adapters import lora
 from mtuner_jax.configs import LoraConfig, OptimizerConfig
 from mtuner_jax.devices import meshes, shardings
 from mtuner_jax.engines.elastic import steps
-from mtuner_jax.inspection import collectives, compile_only, hlo_programs
+from mtuner_jax.inspection import compile_only
 from mtuner_jax.planning import plans, workloads
 from mtuner_jax.planning.costs import forecasts
 from mtuner_jax.training import optimizers
+from tests.inspection import collectives, hlo_programs
 
 pytestmark = [
     pytest.mark.aot,

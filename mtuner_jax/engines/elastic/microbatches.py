@@ -15,7 +15,9 @@ from mtuner_jax.adapters import lora
 from mtuner_jax.engines.elastic import passes, segment_weights, step_specs
 from mtuner_jax.engines.elastic.segment_weights import Segment
 from mtuner_jax.engines.elastic.step_specs import StepSpec
-from mtuner_jax.ops import arenas, dropout, elastic, lora_linear, losses, vocabulary
+from mtuner_jax.ops import arenas, dropout, elastic, vocabulary
+from mtuner_jax.ops.cross_entropy import api as losses
+from mtuner_jax.ops.low_rank import operands as lora_linear
 from mtuner_jax.planning.plans import Table
 from mtuner_jax.protocols.states import Batch, Params
 
@@ -194,7 +196,7 @@ def _token_losses(spec, table, normed_BTD, batch, *, with_grad):
             vocab_size=spec.model.vocab_size,
         )
     elif with_grad:
-        loss, dx_SD = losses.chunked_value_and_grad(x_SD, table, targets_S, weights_S)
+        loss, dx_SD = losses.value_and_grad(x_SD, table, targets_S, weights_S)
     else:
-        return losses.chunked(x_SD, table, targets_S, weights_S), None
+        return losses.value(x_SD, table, targets_S, weights_S), None
     return loss, dx_SD.reshape(normed_BTD.shape)

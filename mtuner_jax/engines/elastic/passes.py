@@ -17,7 +17,8 @@ import jax.numpy as jnp
 
 from mtuner_jax.engines.elastic import segment_weights
 from mtuner_jax.engines.elastic.segment_weights import Blocks, Forwards, Layer, Segment
-from mtuner_jax.ops import arenas, dropout, lora_linear, tapes
+from mtuner_jax.ops import arenas, dropout, tapes
+from mtuner_jax.ops.low_rank import operands as lora_linear
 from mtuner_jax.planning.plans import SAVED_TENSORS
 from mtuner_jax.protocols.decoders import Decoder
 from mtuner_jax.protocols.states import Params

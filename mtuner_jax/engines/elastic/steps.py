@@ -19,7 +19,8 @@ from mtuner_jax.adapters import lora
 from mtuner_jax.configs import ConfigError
 from mtuner_jax.engines.elastic import microbatches, step_specs
 from mtuner_jax.engines.elastic.step_specs import StepSpec
-from mtuner_jax.ops import dropout, losses
+from mtuner_jax.ops import dropout
+from mtuner_jax.ops.cross_entropy import api as losses
 from mtuner_jax.planning.plans import Plan
 from mtuner_jax.protocols.states import Batch, Params, StepMetrics, TrainState
 

@@ -3,7 +3,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtuner_jax.ops import dropout, lora_linear
+from mtuner_jax.ops import dropout
+from mtuner_jax.ops.low_rank import api
+from mtuner_jax.ops.low_rank.operands import Dropout, LayerAdapters, Lora
 from tests import comparing
 
 D, F, R = 6, 8, 3
@@ -16,19 +18,20 @@ def inputs(dtype=np.float64):
     arrays = {name: rng.normal(size=size).astype(dtype) for name, size in sizes.items()}
     wide = np.promote_types(dtype, np.float32)
     a, b = rng.normal(size=(D, R)).astype(wide), rng.normal(size=(R, F)).astype(wide)
-    return arrays, lora_linear.Lora(a, b, np.asarray(0.25, wide))
+    return arrays, Lora(a, b, np.asarray(0.25, wide))
 
 
 def randomness(rate):
     samples, positions = np.indices((BATCH, TOKENS)).astype(np.int32)
     places = dropout.Places(samples, positions)
-    return lora_linear.Dropout(dropout.key(5), places, rate)
+    return Dropout(dropout.key(5), places, rate)
 
 
 @pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", api.BACK_ENDS)
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("rate", [None, 0.0, 0.5])
-def test_output_and_gradients_equal_the_formula(with_bias, rate):
+def test_output_and_gradients_equal_the_formula(name, with_bias, rate):
     arrays, lora = inputs()
     x, kernel = arrays["x"], arrays["kernel"]
     bias = arrays["bias"] if with_bias else None
@@ -39,7 +42,7 @@ def test_output_and_gradients_equal_the_formula(with_bias, rate):
         keep = np.asarray(mask) / (1 - rate)
 
     def run(x, lora):
-        return lora_linear.apply(x, kernel, bias, lora=lora, drop=drop)
+        return api.apply(x, kernel, bias, lora=lora, drop=drop, implementation=name)
 
     cotangent = np.random.default_rng(1).normal(size=(BATCH, TOKENS, F))
     with jax.numpy_dtype_promotion("strict"):
@@ -62,27 +65,33 @@ def test_output_and_gradients_equal_the_formula(with_bias, rate):
 @pytest.mark.usefixtures("x64")
 def test_merged_kernel_gives_the_adapters_output():
     arrays, lora = inputs()
-    want = lora_linear.apply(arrays["x"], arrays["kernel"], lora=lora)
-    merged = lora_linear.merged(arrays["kernel"], lora)
-    got = lora_linear.apply(arrays["x"], np.asarray(merged))
+    want = api.apply(arrays["x"], arrays["kernel"], lora=lora)
+    merged = api.merged(arrays["kernel"], lora)
+    got = api.apply(arrays["x"], np.asarray(merged))
     comparing.assert_trees_close(got, want, bound=comparing.BOUNDS["float32"])
 
 
 def test_update_of_a_16_bit_kernel_is_added_in_float32():
     arrays, lora = inputs(jnp.bfloat16)
     small = lora._replace(b_RF=1e-5 * lora.b_RF)
-    merged = lora_linear.merged(arrays["kernel"], small)
+    merged = api.merged(arrays["kernel"], small)
     assert merged.dtype == jnp.float32
     delta = np.asarray(merged) - arrays["kernel"].astype(np.float32)
     assert np.count_nonzero(delta) > delta.size // 2
 
 
-def test_16_bit_inputs_give_16_bit_outputs_and_float32_adapter_gradients():
+@pytest.mark.parametrize("name", api.BACK_ENDS)
+def test_16_bit_inputs_give_16_bit_outputs_and_float32_adapter_gradients(name):
     arrays, lora = inputs(jnp.bfloat16)
     with jax.numpy_dtype_promotion("strict"):
         output, pullback = jax.vjp(
-            lambda x, lora: lora_linear.apply(
-                x, arrays["kernel"], arrays["bias"], lora=lora, drop=randomness(0.5)
+            lambda x, lora: api.apply(
+                x,
+                arrays["kernel"],
+                arrays["bias"],
+                lora=lora,
+                drop=randomness(0.5),
+                implementation=name,
             ),
             arrays["x"],
             lora,
@@ -96,7 +105,7 @@ def test_each_module_gets_its_adapter_and_its_own_mask():
     _, lora = inputs(np.float32)
     other = lora._replace(scaling=np.float32(2.0))
     modules = {"self_attn.q_proj": lora, "self_attn.k_proj": other}
-    adapters = lora_linear.LayerAdapters(modules, randomness(0.5))
+    adapters = LayerAdapters(modules, randomness(0.5))
     (got, drop), (got_other, drop_other) = map(adapters.of, modules)
     assert (got, got_other) == (lora, other)
     masks = [
@@ -105,4 +114,4 @@ def test_each_module_gets_its_adapter_and_its_own_mask():
     ]
     assert np.any(masks[0] != masks[1])
     assert adapters.of("mlp.up_proj")[0] is None
-    assert lora_linear.LayerAdapters(modules).of("self_attn.q_proj") == (lora, None)
+    assert LayerAdapters(modules).of("self_attn.q_proj") == (lora, None)

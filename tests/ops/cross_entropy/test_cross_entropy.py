@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.extend
 import jax.numpy as jnp
@@ -5,11 +7,16 @@ import numpy as np
 import pytest
 
 from mtuner_jax.numbers import chunking
-from mtuner_jax.ops import losses
+from mtuner_jax.ops.cross_entropy import api, chunked, reference
 from tests import comparing
 
 TOKENS, WIDTH, VOCAB = 24, 6, 40
 SMALL = {"limit_bytes": 4 * VOCAB * 9}  # 9 tokens fit, so chunks of 8
+SMALL_CHUNKS = api.BackEnd(
+    value=functools.partial(chunked.value, **SMALL),
+    value_and_grad=functools.partial(chunked.value_and_grad, **SMALL),
+)
+BACK_ENDS = {**api.BACK_ENDS, "small chunks": SMALL_CHUNKS}
 
 
 def inputs(*, seed=0, dtype=np.float64):
@@ -33,14 +40,15 @@ def textbook(x_SD, table_VD, targets_S, weights_S):
 
 
 @pytest.mark.usefixtures("x64")
-def test_chunked_loss_and_gradient_equal_the_textbook():
-    arrays = inputs()
+@pytest.mark.parametrize("name", BACK_ENDS)
+def test_loss_and_gradient_equal_the_textbook(name):
+    arrays, back_end = inputs(), BACK_ENDS[name]
 
     def run(*arrays):
-        value, grad = losses.chunked_value_and_grad(*arrays, **SMALL)
-        return value, grad, losses.chunked(*arrays, **SMALL)
+        value, grad = back_end.value_and_grad(*arrays)
+        return value, grad, back_end.value(*arrays)
 
-    whole = jax.value_and_grad(losses.cross_entropy)
+    whole = jax.value_and_grad(reference.cross_entropy)
     with jax.numpy_dtype_promotion("strict"):
         value, grad, forward_only = jax.jit(run)(*arrays)
         unchunked = jax.jit(whole)(*arrays)
@@ -50,11 +58,12 @@ def test_chunked_loss_and_gradient_equal_the_textbook():
     comparing.assert_trees_close(unchunked, want)
 
 
-def test_tokens_without_weight_add_exactly_nothing():
+@pytest.mark.parametrize("name", BACK_ENDS)
+def test_tokens_without_weight_add_exactly_nothing(name):
     x_SD, table_VD, targets_S, weights_S = inputs(dtype=np.float32)
     weights_S[8:16] = 0.0  # a whole chunk
     ignored = weights_S == 0.0
-    run = jax.jit(lambda *arrays: losses.chunked_value_and_grad(*arrays, **SMALL))
+    run = jax.jit(BACK_ENDS[name].value_and_grad)
     value, grad = run(x_SD, table_VD, targets_S, weights_S)
     assert not np.any(np.asarray(grad)[ignored])
     changed_targets = np.where(ignored, -100, targets_S).astype(np.int32)
@@ -80,17 +89,19 @@ def largest_array(jaxpr):
     return max(sizes)
 
 
-@pytest.mark.parametrize("run", [losses.chunked, losses.chunked_value_and_grad])
-def test_logits_of_all_tokens_never_exist(run):
+@pytest.mark.parametrize("name", api.BACK_ENDS)
+@pytest.mark.parametrize("run", [api.value, api.value_and_grad])
+def test_logits_of_all_tokens_never_exist(run, name):
     tokens, width, vocab = 4096, 64, 128256
     shapes = ((tokens, width), (vocab, width), (tokens,), (tokens,))
     dtypes = (jnp.bfloat16, jnp.bfloat16, jnp.int32, jnp.float32)
     arrays = [jax.ShapeDtypeStruct(*pair) for pair in zip(shapes, dtypes, strict=True)]
     chunk = chunking.loss_tokens(tokens, vocab)
     assert chunk == 512
+    run = functools.partial(run, implementation=name)
     largest = largest_array(jax.make_jaxpr(run)(*arrays).jaxpr)
     assert largest == chunk * vocab
-    whole = jax.make_jaxpr(losses.cross_entropy)(*arrays).jaxpr
+    whole = jax.make_jaxpr(reference.cross_entropy)(*arrays).jaxpr
     assert largest_array(whole) == tokens * vocab
 
 
@@ -102,10 +113,11 @@ def test_chunks_are_the_largest_divisor_that_fits(tokens, fit, want):
     assert got == want
 
 
-def test_16_bit_inputs_sum_in_float32():
+@pytest.mark.parametrize("name", api.BACK_ENDS)
+def test_16_bit_inputs_sum_in_float32(name):
     arrays = inputs(dtype=jnp.bfloat16)
     with jax.numpy_dtype_promotion("strict"):
-        value, grad = jax.eval_shape(losses.chunked_value_and_grad, *arrays)
+        value, grad = jax.eval_shape(BACK_ENDS[name].value_and_grad, *arrays)
     assert (value.shape, value.dtype) == ((), jnp.float32)
     assert (grad.shape, grad.dtype) == ((TOKENS, WIDTH), jnp.bfloat16)
 
@@ -121,7 +133,7 @@ def test_chunks_without_loss_are_skipped():
     table_VD = np.ones((vocab, width), np.float32)
     x_SD[3::4] = np.nan
     x_SD[2::4] = np.nan
-    loss, dx_SD = losses.chunked_value_and_grad(x_SD, table_VD, targets_S, weights_S)
+    loss, dx_SD = chunked.value_and_grad(x_SD, table_VD, targets_S, weights_S)
     assert np.isfinite(loss)
     assert np.isfinite(dx_SD[::4]).all()
     np.testing.assert_array_equal(dx_SD[1::4], 0.0)
