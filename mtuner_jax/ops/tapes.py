@@ -52,12 +52,12 @@ class Tape:
           replay: (saved output, saved extra) -> output, without running it, but with
             the operation's gradient.
         """
+        extra_name = f"{name}_extra"
         if name in self._names and self._saved is not None:
-            return replay(self._saved[name], self._saved[f"{name}_extra"])
+            return replay(self._saved[name], self._saved[extra_name])
         output, extra = compute()
         if name in self._names:
-            self.recorded[name] = output
-            self.recorded[f"{name}_extra"] = extra
+            self.recorded |= {name: output, extra_name: extra}
         return output
 
 
@@ -68,12 +68,15 @@ def substitute(computed: jax.Array, saved: jax.Array) -> jax.Array:
     return saved
 
 
-def _substitute_fwd(computed, saved):
+def _substitute_fwd(computed: jax.Array, saved: jax.Array) -> tuple[jax.Array, None]:
     del computed
     return saved, None
 
 
-def _substitute_bwd(_, cotangent):
+def _substitute_bwd(
+    residuals: None, cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    del residuals
     return cotangent, jnp.zeros_like(cotangent)
 
 
