@@ -58,16 +58,12 @@ SIZES: dict[str, LlamaConfig] = {
         tie_word_embeddings=True,
         rope_scaling=dataclasses.replace(_LLAMA31_ROPE, factor=32.0),
     ),
-    "mistral-7b": LlamaConfig(
+    "mistral-7b": dataclasses.replace(
+        _LLAMA31_8B,
         family="mistral",
         vocab_size=32768,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
         rope_theta=1000000.0,
+        rope_scaling=None,
         max_position_embeddings=32768,
     ),
     "qwen2.5-7b": LlamaConfig(

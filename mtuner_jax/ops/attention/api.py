@@ -6,7 +6,7 @@ the two and skip attention's forward run in the backward pass.
 
 import dataclasses
 import functools
-from typing import Protocol
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -16,37 +16,22 @@ from mtuner_jax.ops.attention import cudnn, reference
 from mtuner_jax.ops.attention.operands import Attended, Qkv, Residuals
 
 
-class Forward(Protocol):
-    """Runs attention; `segment_ids_BT` is the document of each token, int32 [B, T]."""
-
-    def __call__(  # noqa: D102
-        self, qkv: Qkv, segment_ids_BT: jax.Array, *, window: int
-    ) -> Attended: ...
-
-
-class Backward(Protocol):
-    """Takes the gradient of `qkv` from that of the output; runs no forward."""
-
-    def __call__(  # noqa: D102
-        self, residuals: Residuals, grad_BTNH: jax.Array, *, window: int
-    ) -> Qkv: ...
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BackEnd:
     """One implementation of attention and where it may be used.
 
     Attributes:
-      forward: Its forward run.
-      backward: Its backward run.
+      forward: (qkv, segment_ids_BT, *, window) -> attended.
+      backward: (residuals, gradient of the output, *, window) -> gradients; it runs
+        no forward.
       on_gpu_only: Whether it runs on GPUs alone.
       packed_rows: Whether it keeps the documents of a row apart; one that does not
         takes rows of one document, padded at the end.
       dtypes: Names of the dtypes that it takes; empty means all floats.
     """
 
-    forward: Forward
-    backward: Backward
+    forward: Callable[..., Attended]
+    backward: Callable[..., Qkv]
     on_gpu_only: bool = False
     packed_rows: bool = True
     dtypes: tuple[str, ...] = ()

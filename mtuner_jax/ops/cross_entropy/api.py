@@ -1,12 +1,10 @@
 """Next-token cross-entropy that never holds the logits of all tokens."""
 
-import dataclasses
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 
-from mtuner_jax.ops.cross_entropy import chunked
+from mtuner_jax.ops.cross_entropy import reference
 
 
 class TokenLoss(NamedTuple):
@@ -21,21 +19,9 @@ class TokenLoss(NamedTuple):
     tokens: jax.Array
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BackEnd:
-    """One implementation, given token vectors, table, targets and weights.
-
-    Attributes:
-      value: The loss, forward only.
-      value_and_grad: The loss and its gradient to the token vectors.
-    """
-
-    value: Callable[..., jax.Array]
-    value_and_grad: Callable[..., tuple[jax.Array, jax.Array]]
-
-
-# Each takes any dtype on any device, unless its row says otherwise.
-BACK_ENDS = {"xla": BackEnd(value=chunked.value, value_and_grad=chunked.value_and_grad)}
+# Modules with `value` and `value_and_grad`. Each takes any dtype on any device, unless
+# its row says otherwise.
+BACK_ENDS = {"xla": reference}
 
 
 def value(
@@ -59,8 +45,7 @@ def value(
     Returns:
       Scalar sum in at least float32.
     """
-    back_end = BACK_ENDS[implementation]
-    return back_end.value(x_SD, table_VD, targets_S, weights_S)
+    return BACK_ENDS[implementation].value(x_SD, table_VD, targets_S, weights_S)
 
 
 def value_and_grad(

@@ -1,8 +1,27 @@
-"""Next-token cross-entropy as its formula. S tokens, D model, V vocabulary."""
+"""Cross-entropy in plain JAX: any dtype, any device.
+
+It goes a chunk of tokens at a time; the logits of a chunk are computed once and
+dropped, as in Liger's fused linear cross-entropy (Hsu et al., 2024). Tokens without
+loss are put last, and chunks of them alone are skipped. Letters: S tokens, D model, V
+vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from mtuner_jax.numbers import chunking
+
+
+class _Tokens(NamedTuple):
+    """Tokens, [S, ...], or chunks of them, [S / size, size, ...]."""
+
+    x_SD: jax.Array
+    targets_S: jax.Array
+    weights_S: jax.Array
 
 
 def cross_entropy(
@@ -28,3 +47,78 @@ def cross_entropy(
     picked = jnp.where(columns[None, :] == targets_S[:, None], logits_SV, 0)
     loss_S = normaliser_S - picked.sum(axis=-1)
     return jnp.sum(loss_S * weights_S.astype(wide))
+
+
+def value(
+    x_SD: jax.Array,
+    table_VD: jax.Array,
+    targets_S: jax.Array,
+    weights_S: jax.Array,
+    *,
+    limit_bytes: int = chunking.LOGIT_BYTES,
+) -> jax.Array:
+    """As `api.value`; peak extra memory is one chunk of logits, `limit_bytes`."""
+    tokens, order_S = _Tokens(x_SD, targets_S, weights_S), _trained_first(weights_S)
+    chunks = _chunks(tokens, order_S, num_rows=table_VD.shape[0], limit=limit_bytes)
+
+    def trained(chunk: _Tokens) -> jax.Array:
+        return cross_entropy(chunk.x_SD, table_VD, chunk.targets_S, chunk.weights_S)
+
+    return _over_chunks(trained, chunks).sum()
+
+
+def value_and_grad(
+    x_SD: jax.Array,
+    table_VD: jax.Array,
+    targets_S: jax.Array,
+    weights_S: jax.Array,
+    *,
+    limit_bytes: int = chunking.LOGIT_BYTES,
+) -> tuple[jax.Array, jax.Array]:
+    """As `api.value_and_grad`; peak extra memory as of `value`."""
+    tokens, order_S = _Tokens(x_SD, targets_S, weights_S), _trained_first(weights_S)
+    chunks = _chunks(tokens, order_S, num_rows=table_VD.shape[0], limit=limit_bytes)
+
+    def trained(chunk: _Tokens) -> tuple[jax.Array, jax.Array]:
+        return jax.value_and_grad(cross_entropy)(
+            chunk.x_SD, table_VD, chunk.targets_S, chunk.weights_S
+        )
+
+    sums, dx = _over_chunks(trained, chunks)
+    dx_SD = jnp.take(dx.reshape(x_SD.shape), jnp.argsort(order_S), axis=0)
+    return sums.sum(), dx_SD
+
+
+def _trained_first(weights_S: jax.Array) -> jax.Array:
+    """An order of the tokens in which those with loss come first, [S]."""
+    return jnp.argsort(weights_S == 0, stable=True)
+
+
+def _chunks(
+    tokens: _Tokens, order_S: jax.Array, *, num_rows: int, limit: int
+) -> _Tokens:
+    """Chunks whose logits for a table of `num_rows` are within `limit` bytes."""
+    size = chunking.loss_tokens(len(order_S), num_rows, limit_bytes=limit)
+    return jax.tree.map(
+        lambda array: jnp.take(array, order_S, axis=0).reshape(
+            -1, size, *array.shape[1:]
+        ),
+        tokens,
+    )
+
+
+def _over_chunks(trained: Callable[[_Tokens], Any], chunks: _Tokens) -> Any:
+    """Scans `trained` over chunks; one whose weights are all 0 is not computed."""
+
+    def skipped(chunk: _Tokens) -> Any:
+        zero = chunk.weights_S.sum()  # exactly 0 here, and varying over the mesh
+        return jax.tree.map(
+            lambda result: jnp.broadcast_to(zero, result.shape).astype(result.dtype),
+            jax.eval_shape(trained, chunk),
+        )
+
+    def body(carry: None, chunk: _Tokens) -> tuple[None, Any]:
+        has_loss = jnp.any(chunk.weights_S != 0)
+        return carry, jax.lax.cond(has_loss, trained, skipped, chunk)
+
+    return jax.lax.scan(body, None, chunks)[1]

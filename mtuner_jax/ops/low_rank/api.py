@@ -1,30 +1,14 @@
 """A frozen linear with a low-rank update: y = x W + b + s * drop(x) A B."""
 
-from typing import Protocol
-
 import jax
 import jax.numpy as jnp
 
 from mtuner_jax.ops.low_rank import reference
 from mtuner_jax.ops.low_rank.operands import Dropout, Lora
 
-
-class BackEnd(Protocol):
-    """One implementation of `apply`, differentiable to `x_BTD` and `lora`."""
-
-    def __call__(  # noqa: D102
-        self,
-        x_BTD: jax.Array,
-        kernel_DF: jax.Array,
-        bias_F: jax.Array | None,
-        *,
-        lora: Lora | None,
-        drop: Dropout | None,
-    ) -> jax.Array: ...
-
-
-# Each takes any dtype on any device, unless its line says otherwise.
-BACK_ENDS: dict[str, BackEnd] = {"xla": reference.apply}
+# Modules with `apply`, differentiable to `x_BTD` and `lora`. Each takes any dtype on
+# any device, unless its row says otherwise.
+BACK_ENDS = {"xla": reference}
 
 
 def apply(
@@ -50,7 +34,7 @@ def apply(
       [B, T, F].
     """
     back_end = BACK_ENDS[implementation]
-    return back_end(x_BTD, kernel_DF, bias_F, lora=lora, drop=drop)
+    return back_end.apply(x_BTD, kernel_DF, bias_F, lora=lora, drop=drop)
 
 
 def merged(kernel_DF: jax.Array, lora: Lora) -> jax.Array:
