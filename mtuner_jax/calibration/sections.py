@@ -24,7 +24,7 @@ from mtuner_jax.hardware import boxes, machines
 from mtuner_jax.ops import tapes
 from mtuner_jax.ops.attention import api as attention
 from mtuner_jax.ops.attention.operands import Qkv
-from mtuner_jax.ops.low_rank import operands as lora_linear
+from mtuner_jax.ops.low_rank.operands import LayerAdapters, Lora
 from mtuner_jax.protocols.states import Batch
 
 _CGROUP_LIMIT = pathlib.Path("/sys/fs/cgroup/memory.max")
@@ -284,7 +284,7 @@ def _decoder_layer(bench):
     specs = lora.resolve(LoraConfig(r=16), model.linears(), num_layers=1)
     drawn = lora.init(specs, jax.random.key(0))
     loras = {
-        spec.module: lora_linear.Lora(
+        spec.module: Lora(
             drawn[spec.module]["lora_a"][0],
             drawn[spec.module]["lora_b"][0],
             jnp.float32(spec.scalings[0]),
@@ -297,7 +297,7 @@ def _decoder_layer(bench):
     context = jax.tree.map(jnp.asarray, model.context(Batch(**fields)))
 
     def apply(weights, loras, x_BTD):
-        adapters = lora_linear.LayerAdapters(loras)
+        adapters = LayerAdapters(loras)
         return model.layer(weights, adapters, x_BTD, context=context, tape=tapes.Tape())
 
     return apply, weights, loras

@@ -21,7 +21,7 @@ from mtuner_jax.configs import ConfigError
 from mtuner_jax.engines import compiling, profile_guided
 from mtuner_jax.engines.elastic import steps
 from mtuner_jax.numbers import sizes
-from mtuner_jax.ops.cross_entropy import api as losses
+from mtuner_jax.ops.cross_entropy.operands import TokenLoss
 from mtuner_jax.protocols.states import Batch, Params, StepMetrics, TrainState
 
 _logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class Programs:
 
     spec: steps.StepSpec
     train: profile_guided.GuidedStep
-    evaluate: Callable[[Params, Params, Batch], losses.TokenLoss]
+    evaluate: Callable[[Params, Params, Batch], TokenLoss]
     state_shardings: TrainState
     learning_rate: optax.Schedule
 
@@ -147,7 +147,7 @@ class Executor:
             self._done += 1
             return self._check(results) if step.compiled is not compiled else results
 
-    def evaluate(self, state: TrainState, rows: Batch) -> losses.TokenLoss:
+    def evaluate(self, state: TrainState, rows: Batch) -> TokenLoss:
         """Sums over a batch, on their way.
 
         Raises:

@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 from mtuner_jax.devices import meshes
 from mtuner_jax.numbers import chunking
 from mtuner_jax.ops import vocabulary
-from mtuner_jax.ops.cross_entropy import reference as losses
+from mtuner_jax.ops.cross_entropy import reference
 from tests import comparing
 
 VOCAB, PADDED, WIDTH = 37, 40, 6
@@ -90,7 +90,7 @@ def split_loss(mesh, vocab_size=VOCAB):
 
 def unsplit_loss(mesh, x_SD, table_VD, targets_S, weights_S):
     """The same from `reference.cross_entropy`, device after device."""
-    run = jax.jit(jax.value_and_grad(losses.cross_entropy))
+    run = jax.jit(jax.value_and_grad(reference.cross_entropy))
     results = [
         run(x_SD, table_VD, targets_S, weights_S)
         for x_SD, targets_S, weights_S in zip(

@@ -16,8 +16,9 @@ from mtuner_jax.engines.elastic import passes, segment_weights, step_specs
 from mtuner_jax.engines.elastic.segment_weights import Segment
 from mtuner_jax.engines.elastic.step_specs import StepSpec
 from mtuner_jax.ops import arenas, dropout, elastic, vocabulary
-from mtuner_jax.ops.cross_entropy import api as losses
-from mtuner_jax.ops.low_rank import operands as lora_linear
+from mtuner_jax.ops.cross_entropy import api as cross_entropy
+from mtuner_jax.ops.cross_entropy.operands import TokenLoss, Tokens
+from mtuner_jax.ops.low_rank.operands import Dropout
 from mtuner_jax.planning.plans import Table
 from mtuner_jax.protocols.states import Batch, Params
 
@@ -32,7 +33,7 @@ class Sums(NamedTuple):
     """
 
     grads: Params
-    total: losses.TokenLoss
+    total: TokenLoss
     arenas: dict[str, jax.Array]
 
 
@@ -78,7 +79,7 @@ def add(spec: StepSpec, inputs: Inputs, sums: Sums, batch: Batch) -> Sums:
     return Sums(state.grads, total, {"main": state.arena, "tail": tail_arena})
 
 
-def evaluate(spec: StepSpec, inputs: Inputs, batch: Batch) -> losses.TokenLoss:
+def evaluate(spec: StepSpec, inputs: Inputs, batch: Batch) -> TokenLoss:
     """Loss sums of a microbatch, forward only; nothing is kept."""
     run = _run(spec, inputs, batch)
     x_BTD = _embed(spec, inputs.weights, batch.input_ids)
@@ -89,7 +90,7 @@ def evaluate(spec: StepSpec, inputs: Inputs, batch: Batch) -> losses.TokenLoss:
     loss, _ = _token_losses(
         spec, _head_table(spec, inputs.weights), normed_BTD, batch, with_grad=False
     )
-    return losses.TokenLoss(loss, jnp.sum(batch.weights).astype(loss.dtype))
+    return TokenLoss(loss, jnp.sum(batch.weights).astype(loss.dtype))
 
 
 def fill_arena(
@@ -127,7 +128,7 @@ def _tail_chunk(spec, inputs, tail_and_table, carry, rows):
     state = passes.Backwards(dx_BTD, arena, grads)
     state = passes.backward(run, tail, kept, state)
     tokens = jnp.sum(batch.weights).astype(loss.dtype)
-    total = losses.TokenLoss(total.loss + loss, total.tokens + tokens)
+    total = TokenLoss(total.loss + loss, total.tokens + tokens)
     return (state.grads, total, state.arena), state.dx_BTD
 
 
@@ -136,7 +137,7 @@ def _run(spec, inputs, batch):
     if inputs.step is not None and spec.dropout_rate > 0.0:
         key = dropout.fold_in(dropout.key(spec.seed), inputs.step)
         places = dropout.Places(batch.sample_ids, batch.positions)
-        drop = lora_linear.Dropout(key, places, spec.dropout_rate)
+        drop = Dropout(key, places, spec.dropout_rate)
     return passes.Run(
         model=spec.model,
         axes=spec.axes,
@@ -196,7 +197,9 @@ def _token_losses(spec, table, normed_BTD, batch, *, with_grad):
             vocab_size=spec.model.vocab_size,
         )
     elif with_grad:
-        loss, dx_SD = losses.value_and_grad(x_SD, table, targets_S, weights_S)
+        tokens = Tokens(x_SD, targets_S, weights_S)
+        loss, dx_SD = cross_entropy.value_and_grad(tokens, table)
     else:
-        return losses.value(x_SD, table, targets_S, weights_S), None
+        tokens = Tokens(x_SD, targets_S, weights_S)
+        return cross_entropy.value(tokens, table), None
     return loss, dx_SD.reshape(normed_BTD.shape)

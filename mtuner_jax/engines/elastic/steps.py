@@ -20,7 +20,7 @@ from mtuner_jax.configs import ConfigError
 from mtuner_jax.engines.elastic import microbatches, step_specs
 from mtuner_jax.engines.elastic.step_specs import StepSpec
 from mtuner_jax.ops import dropout
-from mtuner_jax.ops.cross_entropy import api as losses
+from mtuner_jax.ops.cross_entropy.operands import TokenLoss
 from mtuner_jax.planning.plans import Plan
 from mtuner_jax.protocols.states import Batch, Params, StepMetrics, TrainState
 
@@ -179,7 +179,7 @@ def build_train(
 def build_eval(
     spec: StepSpec, *, compiler_options: dict[str, Any] | None = None
 ) -> Any:
-    """Builds the jitted (adapters, weights, batch) -> `losses.TokenLoss` sums."""
+    """Builds the jitted (adapters, weights, batch) -> `TokenLoss` sums."""
     axes = spec.axes
     adapter_specs = step_specs.adapter_specs(spec)
 
@@ -290,4 +290,4 @@ def _no_loss(weights, axes):
     dtype = weights["head"]["norm"]["scale"].dtype
     zero = jnp.zeros((), jnp.promote_types(dtype, jnp.float32))
     zero = jax.lax.pcast(zero, axes, to="varying")
-    return losses.TokenLoss(zero, zero)
+    return TokenLoss(zero, zero)

@@ -7,21 +7,14 @@ vocabulary.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mtuner_jax.numbers import chunking
-
-
-class _Tokens(NamedTuple):
-    """Tokens, [S, ...], or chunks of them, [S / size, size, ...]."""
-
-    x_SD: jax.Array
-    targets_S: jax.Array
-    weights_S: jax.Array
+from mtuner_jax.ops.cross_entropy.operands import Tokens
 
 
 def cross_entropy(
@@ -50,74 +43,61 @@ def cross_entropy(
 
 
 def value(
-    x_SD: jax.Array,
-    table_VD: jax.Array,
-    targets_S: jax.Array,
-    weights_S: jax.Array,
-    *,
-    limit_bytes: int = chunking.LOGIT_BYTES,
+    tokens: Tokens, table_VD: jax.Array, *, limit_bytes: int = chunking.LOGIT_BYTES
 ) -> jax.Array:
     """As `api.value`; peak extra memory is one chunk of logits, `limit_bytes`."""
-    tokens, order_S = _Tokens(x_SD, targets_S, weights_S), _trained_first(weights_S)
-    chunks = _chunks(tokens, order_S, num_rows=table_VD.shape[0], limit=limit_bytes)
+    order_S = _trained_first(tokens)
+    chunks = _chunks(tokens, order_S, num_rows=len(table_VD), limit_bytes=limit_bytes)
 
-    def trained(chunk: _Tokens) -> jax.Array:
-        return cross_entropy(chunk.x_SD, table_VD, chunk.targets_S, chunk.weights_S)
+    def trained(chunk: Tokens) -> jax.Array:
+        x_SD, targets_S, weights_S = chunk
+        return cross_entropy(x_SD, table_VD, targets_S, weights_S)
 
     return _over_chunks(trained, chunks).sum()
 
 
 def value_and_grad(
-    x_SD: jax.Array,
-    table_VD: jax.Array,
-    targets_S: jax.Array,
-    weights_S: jax.Array,
-    *,
-    limit_bytes: int = chunking.LOGIT_BYTES,
+    tokens: Tokens, table_VD: jax.Array, *, limit_bytes: int = chunking.LOGIT_BYTES
 ) -> tuple[jax.Array, jax.Array]:
     """As `api.value_and_grad`; peak extra memory as of `value`."""
-    tokens, order_S = _Tokens(x_SD, targets_S, weights_S), _trained_first(weights_S)
-    chunks = _chunks(tokens, order_S, num_rows=table_VD.shape[0], limit=limit_bytes)
+    order_S = _trained_first(tokens)
+    chunks = _chunks(tokens, order_S, num_rows=len(table_VD), limit_bytes=limit_bytes)
 
-    def trained(chunk: _Tokens) -> tuple[jax.Array, jax.Array]:
-        return jax.value_and_grad(cross_entropy)(
-            chunk.x_SD, table_VD, chunk.targets_S, chunk.weights_S
-        )
+    def trained(chunk: Tokens) -> tuple[jax.Array, jax.Array]:
+        x_SD, targets_S, weights_S = chunk
+        return jax.value_and_grad(cross_entropy)(x_SD, table_VD, targets_S, weights_S)
 
     sums, dx = _over_chunks(trained, chunks)
-    dx_SD = jnp.take(dx.reshape(x_SD.shape), jnp.argsort(order_S), axis=0)
+    dx_SD = jnp.take(dx.reshape(tokens.x_SD.shape), jnp.argsort(order_S), axis=0)
     return sums.sum(), dx_SD
 
 
-def _trained_first(weights_S: jax.Array) -> jax.Array:
+def _trained_first(tokens: Tokens) -> jax.Array:
     """An order of the tokens in which those with loss come first, [S]."""
-    return jnp.argsort(weights_S == 0, stable=True)
+    return jnp.argsort(tokens.weights_S == 0, stable=True)
 
 
 def _chunks(
-    tokens: _Tokens, order_S: jax.Array, *, num_rows: int, limit: int
-) -> _Tokens:
-    """Chunks whose logits for a table of `num_rows` are within `limit` bytes."""
-    size = chunking.loss_tokens(len(order_S), num_rows, limit_bytes=limit)
+    tokens: Tokens, order_S: jax.Array, *, num_rows: int, limit_bytes: int
+) -> Tokens:
+    """Fields [chunks, S / chunks, ...]: a chunk's logits are within `limit_bytes`."""
+    size = chunking.loss_tokens(len(order_S), num_rows, limit_bytes=limit_bytes)
     return jax.tree.map(
-        lambda array: jnp.take(array, order_S, axis=0).reshape(
-            -1, size, *array.shape[1:]
-        ),
-        tokens,
+        lambda x: jnp.take(x, order_S, axis=0).reshape(-1, size, *x.shape[1:]), tokens
     )
 
 
-def _over_chunks(trained: Callable[[_Tokens], Any], chunks: _Tokens) -> Any:
+def _over_chunks(trained: Callable[[Tokens], Any], chunks: Tokens) -> Any:
     """Scans `trained` over chunks; one whose weights are all 0 is not computed."""
 
-    def skipped(chunk: _Tokens) -> Any:
+    def skipped(chunk: Tokens) -> Any:
         zero = chunk.weights_S.sum()  # exactly 0 here, and varying over the mesh
         return jax.tree.map(
             lambda result: jnp.broadcast_to(zero, result.shape).astype(result.dtype),
             jax.eval_shape(trained, chunk),
         )
 
-    def body(carry: None, chunk: _Tokens) -> tuple[None, Any]:
+    def body(carry: None, chunk: Tokens) -> tuple[None, Any]:
         has_loss = jnp.any(chunk.weights_S != 0)
         return carry, jax.lax.cond(has_loss, trained, skipped, chunk)
 

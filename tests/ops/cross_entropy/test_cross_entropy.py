@@ -9,6 +9,7 @@ import pytest
 
 from mtuner_jax.numbers import chunking
 from mtuner_jax.ops.cross_entropy import api, reference
+from mtuner_jax.ops.cross_entropy.operands import Tokens
 from tests import comparing
 
 TOKENS, WIDTH, VOCAB = 24, 6, 40
@@ -29,6 +30,11 @@ def inputs(*, seed=0, dtype=np.float64):
     return x_SD, table_VD, targets_S, weights_S
 
 
+def given(x_SD, table_VD, targets_S, weights_S):
+    """Arguments of a back end."""
+    return Tokens(x_SD, targets_S, weights_S), table_VD
+
+
 def textbook(x_SD, table_VD, targets_S, weights_S):
     """Sum of -w log softmax(x W^T)[target] and its gradient to x, in numpy."""
     logits = x_SD @ table_VD.T
@@ -46,8 +52,8 @@ def test_loss_and_gradient_equal_the_textbook(name):
     arrays, back_end = inputs(), BACK_ENDS[name]
 
     def run(*arrays):
-        value, grad = back_end.value_and_grad(*arrays)
-        return value, grad, back_end.value(*arrays)
+        value, grad = back_end.value_and_grad(*given(*arrays))
+        return value, grad, back_end.value(*given(*arrays))
 
     whole = jax.value_and_grad(reference.cross_entropy)
     with jax.numpy_dtype_promotion("strict"):
@@ -64,7 +70,7 @@ def test_tokens_without_weight_add_exactly_nothing(name):
     x_SD, table_VD, targets_S, weights_S = inputs(dtype=np.float32)
     weights_S[8:16] = 0.0  # a whole chunk
     ignored = weights_S == 0.0
-    run = jax.jit(BACK_ENDS[name].value_and_grad)
+    run = jax.jit(lambda *arrays: BACK_ENDS[name].value_and_grad(*given(*arrays)))
     value, grad = run(x_SD, table_VD, targets_S, weights_S)
     assert not np.any(np.asarray(grad)[ignored])
     changed_targets = np.where(ignored, -100, targets_S).astype(np.int32)
@@ -100,7 +106,7 @@ def test_logits_of_all_tokens_never_exist(run, name):
     chunk = chunking.loss_tokens(tokens, vocab)
     assert chunk == 512
     run = functools.partial(run, implementation=name)
-    largest = largest_array(jax.make_jaxpr(run)(*arrays).jaxpr)
+    largest = largest_array(jax.make_jaxpr(run)(*given(*arrays)).jaxpr)
     assert largest == chunk * vocab
     whole = jax.make_jaxpr(reference.cross_entropy)(*arrays).jaxpr
     assert largest_array(whole) == tokens * vocab
@@ -118,7 +124,7 @@ def test_chunks_are_the_largest_divisor_that_fits(tokens, fit, want):
 def test_16_bit_inputs_sum_in_float32(name):
     arrays = inputs(dtype=jnp.bfloat16)
     with jax.numpy_dtype_promotion("strict"):
-        value, grad = jax.eval_shape(BACK_ENDS[name].value_and_grad, *arrays)
+        value, grad = jax.eval_shape(BACK_ENDS[name].value_and_grad, *given(*arrays))
     assert (value.shape, value.dtype) == ((), jnp.float32)
     assert (grad.shape, grad.dtype) == ((TOKENS, WIDTH), jnp.bfloat16)
 
@@ -134,7 +140,7 @@ def test_chunks_without_loss_are_skipped():
     table_VD = np.ones((vocab, width), np.float32)
     x_SD[3::4] = np.nan
     x_SD[2::4] = np.nan
-    loss, dx_SD = reference.value_and_grad(x_SD, table_VD, targets_S, weights_S)
+    loss, dx_SD = reference.value_and_grad(Tokens(x_SD, targets_S, weights_S), table_VD)
     assert np.isfinite(loss)
     assert np.isfinite(dx_SD[::4]).all()
     np.testing.assert_array_equal(dx_SD[1::4], 0.0)
