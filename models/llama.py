@@ -237,7 +237,7 @@ class Llama:
 
 
 def rms_norm(x_BTD: jax.Array, scale_D: jax.Array, *, eps: float) -> jax.Array:
-    """x / sqrt(mean(x^2) + eps) * scale; the quotient in at least float32."""
+    """x / sqrt(mean(x^2) + eps) * scale, [B, T, D]; computed in at least float32."""
     wide = x_BTD.astype(np.promote_types(x_BTD.dtype, jnp.float32))
     mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
     normed = (wide * jax.lax.rsqrt(mean + eps)).astype(x_BTD.dtype)

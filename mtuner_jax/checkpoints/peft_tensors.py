@@ -57,6 +57,9 @@ def unpack(
 ) -> dict[str, dict[str, np.ndarray]]:
     """Stacks PEFT's tensors again, in float32, zero beyond a layer's rank.
 
+    Returns:
+      {module: {"lora_a": [L, D, R], "lora_b": [L, R, F]}}.
+
     Raises:
       AdapterTensorsError: Lists the keys that are missing, unexpected or misshapen.
     """

@@ -17,7 +17,7 @@ from mtuner_jax.ops.attention.operands import Attended, Qkv, Residuals
 
 
 def forward(qkv: Qkv, segment_ids_BT: jax.Array, *, window: int) -> Attended:
-    """Causal attention on a GPU in a 16-bit dtype; as `api.attend`."""
+    """As `api.attend`, on a GPU; statistics [B, N, T], float32."""
     del segment_ids_BT
     output_and_stats: Any = fused.dot_product_attention(
         *qkv,
@@ -30,7 +30,7 @@ def forward(qkv: Qkv, segment_ids_BT: jax.Array, *, window: int) -> Attended:
 
 
 def backward(residuals: Residuals, grad_BTNH: jax.Array, *, window: int) -> Qkv:
-    """Gradients of queries, keys and values; runs no forward."""
+    """Gradients of queries, keys and values in their shapes; runs no forward."""
     qkv, attended = residuals.qkv, residuals.attended
     unused = jnp.zeros(0, qkv.q_BTNH.dtype)
     grads = fused._dot_product_attention_bwd_p_wrapper.bind(

@@ -45,7 +45,7 @@ def cross_entropy(
 def value(
     tokens: Tokens, table_VD: jax.Array, *, limit_bytes: int = chunking.LOGIT_BYTES
 ) -> jax.Array:
-    """As `api.value`; peak extra memory is one chunk of logits, `limit_bytes`."""
+    """As `api.value`; beside its input it holds one chunk's logits, `limit_bytes`."""
     order_S = _trained_first(tokens)
     chunks = _chunks(tokens, order_S, num_rows=len(table_VD), limit_bytes=limit_bytes)
 
@@ -59,7 +59,7 @@ def value(
 def value_and_grad(
     tokens: Tokens, table_VD: jax.Array, *, limit_bytes: int = chunking.LOGIT_BYTES
 ) -> tuple[jax.Array, jax.Array]:
-    """As `api.value_and_grad`; peak extra memory as of `value`."""
+    """As `api.value_and_grad`, [S, D]; beside its input it holds as much as `value`."""
     order_S = _trained_first(tokens)
     chunks = _chunks(tokens, order_S, num_rows=len(table_VD), limit_bytes=limit_bytes)
 
