@@ -91,7 +91,9 @@ def _over_chunks(trained: Callable[[Tokens], Any], chunks: Tokens) -> Any:
     """Scans `trained` over chunks; one whose weights are all 0 is not computed."""
 
     def skipped(chunk: Tokens) -> Any:
-        zero = chunk.weights_S.sum()  # exactly 0 here, and varying over the mesh
+        # A constant 0 would not vary over the mesh, which shard_map's check of both
+        # branches asks for.
+        zero = chunk.weights_S.sum()
         return jax.tree.map(
             lambda result: jnp.broadcast_to(zero, result.shape).astype(result.dtype),
             jax.eval_shape(trained, chunk),
