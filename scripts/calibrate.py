@@ -25,7 +25,7 @@ from models import llama, llama_configs
 from mtuner_jax.calibration import benches, sections
 from mtuner_jax.configs import ConfigError, Platform
 from mtuner_jax.devices import detection, meshes, platforms
-from mtuner_jax.hardware import boxes, machines, peak_flops
+from mtuner_jax.hardware import boxes, cards, machines
 from mtuner_jax.planning import workloads
 from mtuner_jax.planning.costs import kernels
 from mtuner_jax.planning.plans import Saved
@@ -105,7 +105,7 @@ def name_and_base(
     fitting = [
         known
         for known, box in presets.items()
-        if box.card.device == device and len(box.links) >= len(bench.axes)
+        if box.card.device == device and len(box.tiers) >= len(bench.axes)
     ]
     if name in fitting:
         return name, machines.preset(name)
@@ -116,7 +116,7 @@ def measure(
     bench: benches.Bench, record: dict[str, Any], path: pathlib.Path
 ) -> list[benches.Section]:
     """Runs the sections; the record on disk grows with each."""
-    peak = peak_flops.peak_flops_per_s(record["device"])
+    peak = cards.peak_flops_per_s(record["device"])
     results = []
     for section in sections.sections(bench):
         rates = [rate for _, rate in section.figures.get("matmul_flops_per_s", ())]

@@ -20,7 +20,7 @@ from mtuner_jax.adapters import lora
 from mtuner_jax.calibration import benches, links
 from mtuner_jax.calibration.benches import Bench, Section
 from mtuner_jax.configs import ConfigError, LoraConfig
-from mtuner_jax.hardware import boxes, machines
+from mtuner_jax.hardware import cards, machines
 from mtuner_jax.ops import attention, lora_linear, tapes
 from mtuner_jax.protocols.states import Batch
 
@@ -84,8 +84,8 @@ def describe(
     """
     device = bench.mesh.devices.flat[0].device_kind
     sizes = tuple(bench.mesh.shape[axis] for axis in bench.axes)
-    figures: dict[str, Any] = {"reserve_bytes": boxes.RESERVE_BYTES}
-    sources = {"reserve_bytes": boxes.SHARED_SOURCES["reserve_bytes"]}
+    figures: dict[str, Any] = {"reserve_bytes": cards.RESERVE_BYTES}
+    sources = {"reserve_bytes": cards.SHARED_SOURCES["reserve_bytes"]}
     for section in results:
         figures |= section.figures
         sources |= dict.fromkeys(section.figures, f"measured: {stamp}")

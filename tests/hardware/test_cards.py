@@ -1,6 +1,6 @@
 import pytest
 
-from mtuner_jax.hardware import peak_flops
+from mtuner_jax.hardware import cards
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from mtuner_jax.hardware import peak_flops
     ],
 )
 def test_dense_bfloat16_peaks(kind, tflops):
-    assert peak_flops.peak_flops_per_s(kind) == pytest.approx(tflops * 1e12)
+    assert cards.peak_flops_per_s(kind) == pytest.approx(tflops * 1e12)
 
 
 @pytest.mark.parametrize(
@@ -27,4 +27,4 @@ def test_dense_bfloat16_peaks(kind, tflops):
     ["cpu", "NVIDIA L40", "NVIDIA GeForce RTX 4090 D", "NVIDIA GB200", "NVIDIA GH200"],
 )
 def test_other_devices_have_no_peak(kind):
-    assert peak_flops.peak_flops_per_s(kind) is None
+    assert cards.peak_flops_per_s(kind) is None
