@@ -190,3 +190,12 @@ BOXES: dict[str, Box] = {
         (16, 40),
     ),
 }
+
+
+def with_axes(least: int, *, device: str = "") -> list[str]:
+    """Names of the boxes with so many mesh axes or more, of a card if it is named."""
+    return [
+        name
+        for name, box in BOXES.items()
+        if len(box.tiers) >= least and device in ("", box.card.device)
+    ]

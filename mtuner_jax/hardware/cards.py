@@ -9,9 +9,14 @@ import re
 
 GB = 10**9
 GIB = 2**30
-RESERVE_BYTES = GIB // 2
-# What every card has in common.
-SHARED_SOURCES = {
+# What all cards have in common, and where that comes from.
+COMMON = {
+    "pool_fraction": 0.75,
+    "reserve_bytes": GIB // 2,
+    "kernel_s": 3e-6,
+    "host_memory_bytes": 0,
+}
+COMMON_SOURCES = {
     "pool_fraction": "the share that train.py leaves XLA's allocator by default",
     "reserve_bytes": (
         "assumed: XLA's sizes and the allocator's peak agreed to 0.1 GiB in every run "
@@ -82,11 +87,8 @@ class Card(Gpu):
       attention_flops_per_s: Causal attention, forward and backward.
       memory_bytes_per_s: Bandwidth that elementwise kernels reach.
       host_bytes_per_s: Between the card and pinned host memory, each way.
-      sources: {field: where its figure comes from}.
+      sources: {field: where its figure comes from}, of the five figures above.
       xla: What XLA is told; None where no step can be compiled without the card.
-      kernel_s: Seconds that each kernel costs beside its work.
-      reserve_bytes: Part of XLA's pool that plans leave alone.
-      pool_fraction: Share of the memory that XLA's pool takes.
     """
 
     device: str
@@ -98,9 +100,6 @@ class Card(Gpu):
     host_bytes_per_s: float
     sources: dict[str, str]
     xla: XlaTarget | None = None
-    kernel_s: float = 3e-6
-    reserve_bytes: int = RESERVE_BYTES
-    pool_fraction: float = 0.75
 
 
 def _matmul(large: float, shares: tuple[float, ...]) -> tuple[tuple[int, float], ...]:

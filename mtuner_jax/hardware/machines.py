@@ -8,6 +8,7 @@ import os
 import pathlib
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from mtuner_jax.configs import ConfigError
 from mtuner_jax.hardware import boxes, cards
@@ -147,30 +148,28 @@ def preset(name: str) -> Hardware:
     box = boxes.BOXES.get(name)
     if box is None:
         raise ConfigError(_unknown(name, boxes.BOXES))
-    card = box.card
+    links = (
+        Link(bytes_per_s=float(tier.bytes_per_s), latency_s=tier.latency_s)
+        for tier in box.tiers
+    )
+    figures: dict[str, Any] = {
+        **cards.COMMON,
+        **{field: getattr(box.card, field) for field in box.card.sources},
+        "links": tuple(links),
+        "overlap_slowdown": box.overlap_slowdown,
+    }
+    sources = {
+        **cards.COMMON_SOURCES,
+        **box.card.sources,
+        "links": box.source,
+        "overlap_slowdown": box.overlap_source,
+    }
     return Hardware(
         name=name,
-        device=card.device,
+        device=box.card.device,
         mesh_sizes=box.mesh_sizes,
-        links=tuple(
-            Link(bytes_per_s=float(tier.bytes_per_s), latency_s=tier.latency_s)
-            for tier in box.tiers
-        ),
-        memory_bytes=card.memory_bytes,
-        pool_fraction=card.pool_fraction,
-        reserve_bytes=card.reserve_bytes,
-        matmul_flops_per_s=card.matmul_flops_per_s,
-        attention_flops_per_s=card.attention_flops_per_s,
-        memory_bytes_per_s=card.memory_bytes_per_s,
-        kernel_s=card.kernel_s,
-        host_bytes_per_s=card.host_bytes_per_s,
-        overlap_slowdown=box.overlap_slowdown,
-        sources={
-            **cards.SHARED_SOURCES,
-            **card.sources,
-            "links": box.source,
-            "overlap_slowdown": box.overlap_source,
-        },
+        sources=sources,
+        **figures,
     )
 
 
@@ -215,8 +214,8 @@ def fitted(hardware: Hardware, mesh_sizes: tuple[int, ...]) -> Hardware:
     """
     sizes = tuple(size for size in mesh_sizes if size > 1)
     if len(sizes) > len(hardware.links):
-        enough = _boxes_with(links=len(sizes))
-        same = _boxes_with(links=len(sizes), device=hardware.device)
+        enough = boxes.with_axes(len(sizes))
+        same = boxes.with_axes(len(sizes), device=hardware.device)
         text = "x".join(map(str, sizes))
         raise ConfigError(
             f"hardware {hardware.name} describes {len(hardware.links)} links, mesh "
@@ -255,39 +254,25 @@ def default_directory(*, environ: Mapping[str, str] = os.environ) -> pathlib.Pat
     return pathlib.Path(cache, "mtuner-jax/hardware")
 
 
-def to_json(hardware: Hardware) -> str:
-    """Serialises, byte for byte the same for equal figures."""
-    return FORMAT.to_json(hardware)
-
-
-def from_json(text: str) -> Hardware:
-    """Reads what `to_json` wrote.
-
-    Raises:
-      ConfigError: No JSON, another version, fields missing or unknown, or figures
-        that cannot be.
-    """
-    return FORMAT.from_json(text, Hardware)
-
-
 def read(path: pathlib.Path) -> Hardware:
     """Reads a file that `write` wrote.
 
     Raises:
-      ConfigError: No such file, or not what `to_json` writes.
+      ConfigError: No such file, no JSON, another version, fields missing or unknown,
+        or figures that cannot be; it names the file.
     """
     if not path.is_file():
         raise ConfigError(f"hardware={str(path)!r}: no such file")
     try:
-        return from_json(path.read_text(encoding="utf-8"))
+        return FORMAT.from_json(path.read_text(encoding="utf-8"), Hardware)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
 def write(path: pathlib.Path, hardware: Hardware) -> None:
-    """Writes a machine's figures, making the folder."""
+    """Writes a machine's figures, byte for byte the same for equal ones."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(to_json(hardware), encoding="utf-8")
+    path.write_text(FORMAT.to_json(hardware), encoding="utf-8")
 
 
 def _automatic(
@@ -302,7 +287,7 @@ def _automatic(
     name = name_for(device_kind, num_devices)
     if name in boxes.BOXES or _file(directory, name).is_file():
         return name
-    larger = _boxes_with(links=len(mesh_sizes), device=device_kind)
+    larger = boxes.with_axes(len(mesh_sizes), device=device_kind)
     by_size = sorted(larger, key=lambda known: (boxes.BOXES[known].num_devices, known))
     chosen = by_size[0] if by_size else mesh
     if chosen not in boxes.BOXES:
@@ -319,15 +304,6 @@ def _automatic(
         chosen,
     )
     return chosen
-
-
-def _boxes_with(*, links: int, device: str = "") -> list[str]:
-    """Names of the boxes with so many links or more, of a card if it is named."""
-    return [
-        name
-        for name, box in boxes.BOXES.items()
-        if len(box.tiers) >= links and device in ("", box.card.device)
-    ]
 
 
 def _named(name: str, directory: pathlib.Path) -> Hardware:

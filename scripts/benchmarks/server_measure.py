@@ -72,7 +72,7 @@ def _measured(
         else:
             args = bench.parse_args(_flags(run, listed, folder))
             result = bench.measure(args, place)
-    except sections.FAILURES as error:
+    except (RuntimeError, ConfigError) as error:  # XLA's errors are RuntimeErrors
         text = f"{type(error).__name__}: {error}"
     jax.clear_caches()
     gc.collect()
