@@ -98,8 +98,9 @@ def describe(calibration: Calibration, results: Sequence[Section]) -> Hardware:
     """
     bench, base = calibration.bench, calibration.base
     mesh_sizes = tuple(bench.mesh.shape[axis] for axis in bench.axes)
-    figures: dict[str, Any] = {"reserve_bytes": cards.COMMON["reserve_bytes"]}
-    sources = {"reserve_bytes": cards.COMMON_SOURCES["reserve_bytes"]}
+    reserve = cards.COMMON["reserve_bytes"]
+    figures: dict[str, Any] = {"reserve_bytes": reserve.value}
+    sources = {"reserve_bytes": reserve.source}
     for section in results:
         figures |= section.figures
         measured = f"measured: {calibration.stamp}"

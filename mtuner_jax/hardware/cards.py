@@ -6,30 +6,23 @@ machine itself (`scripts/calibrate.py`) replaces the figures of its cards.
 
 import dataclasses
 import re
+from typing import Any, Generic, NamedTuple, TypeVar
 
+T = TypeVar("T")
 GB = 10**9
 GIB = 2**30
-# What all cards have in common, and where that comes from.
-COMMON = {
-    "pool_fraction": 0.75,
-    "reserve_bytes": GIB // 2,
-    "kernel_s": 3e-6,
-    "host_memory_bytes": 0,
-}
-COMMON_SOURCES = {
-    "pool_fraction": "the share that train.py leaves XLA's allocator by default",
-    "reserve_bytes": (
-        "assumed: XLA's sizes and the allocator's peak agreed to 0.1 GiB in every run "
-        "on H200 (docs/benchmarks); the rest is margin"
-    ),
-    "kernel_s": "assumed: the order of a launch on any recent card",
-    "host_memory_bytes": "unknown: boxes differ; nothing is limited by it",
-}
 _CURVE = "assumed: fewer tokens reach less, by tiles left idle"
 _ELEMENTWISE = "assumed: 85 % of the data sheet's"
 _TWO_THIRDS = "assumed: two thirds of the matmul rate"
 _GEN4 = "assumed: PCIe 4.0 x16 carries 31.5 GB/s, copies usually reach 22"
 _XLAS_MEMORY = "XLA's description of the card"
+
+
+class Figure(NamedTuple, Generic[T]):
+    """A value, and where it comes from."""
+
+    value: T
+    source: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,19 +80,44 @@ class Card(Gpu):
       attention_flops_per_s: Causal attention, forward and backward.
       memory_bytes_per_s: Bandwidth that elementwise kernels reach.
       host_bytes_per_s: Between the card and pinned host memory, each way.
-      sources: {field: where its figure comes from}, of the five figures above.
       xla: What XLA is told; None where no step can be compiled without the card.
     """
 
     device: str
     title: str
-    memory_bytes: int
-    matmul_flops_per_s: tuple[tuple[int, float], ...]
-    attention_flops_per_s: float
-    memory_bytes_per_s: float
-    host_bytes_per_s: float
-    sources: dict[str, str]
+    memory_bytes: Figure[int]
+    matmul_flops_per_s: Figure[tuple[tuple[int, float], ...]]
+    attention_flops_per_s: Figure[float]
+    memory_bytes_per_s: Figure[float]
+    host_bytes_per_s: Figure[float]
     xla: XlaTarget | None = None
+
+    @property
+    def figures(self) -> dict[str, Figure[Any]]:
+        """All that is known, by field of `machines.Hardware`."""
+        return {
+            **COMMON,
+            "memory_bytes": self.memory_bytes,
+            "matmul_flops_per_s": self.matmul_flops_per_s,
+            "attention_flops_per_s": self.attention_flops_per_s,
+            "memory_bytes_per_s": self.memory_bytes_per_s,
+            "host_bytes_per_s": self.host_bytes_per_s,
+        }
+
+
+# What all cards have in common.
+COMMON: dict[str, Figure[Any]] = {
+    "pool_fraction": Figure(
+        0.75, "the share that train.py leaves XLA's allocator by default"
+    ),
+    "reserve_bytes": Figure(
+        GIB // 2,
+        "assumed: XLA's sizes and the allocator's peak agreed to 0.1 GiB in every run "
+        "on H200 (docs/benchmarks); the rest is margin",
+    ),
+    "kernel_s": Figure(3e-6, "assumed: the order of a launch on any recent card"),
+    "host_memory_bytes": Figure(0, "unknown: boxes differ; nothing is limited by it"),
+}
 
 
 def _matmul(large: float, shares: tuple[float, ...]) -> tuple[tuple[int, float], ...]:
@@ -151,21 +169,15 @@ A100_PCIE = Card(
     peak_flops_per_s=312e12,  # A100 data sheet (2021), PCIe and SXM alike
     device="NVIDIA A100-PCIE-40GB",
     title="A100-PCIe-40GB",
-    memory_bytes=42_331_013_120,
-    matmul_flops_per_s=_matmul(225e12, _CURVE_OF_128),
-    attention_flops_per_s=150e12,
-    memory_bytes_per_s=1.32e12,
-    host_bytes_per_s=22e9,
-    sources={
-        "memory_bytes": _XLAS_MEMORY,
-        "matmul_flops_per_s": (
-            "assumed: 72 % of the data sheet's 312 TFLOP/s (the PCIe card is held to "
-            f"250 W) from 8192 tokens on; {_CURVE}"
-        ),
-        "attention_flops_per_s": _TWO_THIRDS,
-        "memory_bytes_per_s": f"{_ELEMENTWISE} 1,555 GB/s",
-        "host_bytes_per_s": _GEN4,
-    },
+    memory_bytes=Figure(42_331_013_120, _XLAS_MEMORY),
+    matmul_flops_per_s=Figure(
+        _matmul(225e12, _CURVE_OF_128),
+        "assumed: 72 % of the data sheet's 312 TFLOP/s (the PCIe card is held to "
+        f"250 W) from 8192 tokens on; {_CURVE}",
+    ),
+    attention_flops_per_s=Figure(150e12, _TWO_THIRDS),
+    memory_bytes_per_s=Figure(1.32e12, f"{_ELEMENTWISE} 1,555 GB/s"),
+    host_bytes_per_s=Figure(22e9, _GEN4),
     xla=_A100,
 )
 H100_SXM = Card(
@@ -173,21 +185,17 @@ H100_SXM = Card(
     peak_flops_per_s=989.4e12,  # H100 data sheet (2023): 1,979 with sparsity
     device="NVIDIA H100 80GB HBM3",
     title="H100-SXM-80GB",
-    memory_bytes=84_942_979_072,
-    matmul_flops_per_s=_matmul(740e12, _HOPPER_CURVE),
-    attention_flops_per_s=450e12,
-    memory_bytes_per_s=2.85e12,
-    host_bytes_per_s=48e9,
-    sources={
-        "memory_bytes": _XLAS_MEMORY,
-        "matmul_flops_per_s": (
-            "assumed: 75 % of the data sheet's 989 TFLOP/s from 8192 tokens on (the "
-            f"H200, with the same units, was measured at 79 %); {_CURVE}"
-        ),
-        "attention_flops_per_s": "assumed: 5 % below the H200's measured 472 TFLOP/s",
-        "memory_bytes_per_s": f"{_ELEMENTWISE} 3,350 GB/s",
-        "host_bytes_per_s": "assumed: as measured on H200, PCIe 5.0 x16 too",
-    },
+    memory_bytes=Figure(84_942_979_072, _XLAS_MEMORY),
+    matmul_flops_per_s=Figure(
+        _matmul(740e12, _HOPPER_CURVE),
+        "assumed: 75 % of the data sheet's 989 TFLOP/s from 8192 tokens on (the "
+        f"H200, with the same units, was measured at 79 %); {_CURVE}",
+    ),
+    attention_flops_per_s=Figure(
+        450e12, "assumed: 5 % below the H200's measured 472 TFLOP/s"
+    ),
+    memory_bytes_per_s=Figure(2.85e12, f"{_ELEMENTWISE} 3,350 GB/s"),
+    host_bytes_per_s=Figure(48e9, "assumed: as measured on H200, PCIe 5.0 x16 too"),
     xla=_HOPPER,
 )
 H200 = Card(
@@ -195,24 +203,21 @@ H200 = Card(
     peak_flops_per_s=989.4e12,  # H200 data sheet (2024): 1,979 with sparsity
     device="NVIDIA H200",
     title="H200-141GB",
-    memory_bytes=139 * GIB,
-    matmul_flops_per_s=_matmul(786e12, _HOPPER_CURVE),
-    attention_flops_per_s=472e12,
-    memory_bytes_per_s=4.1e12,
-    host_bytes_per_s=48e9,
-    sources={
-        "memory_bytes": "measured on H200: 139 GiB, rounded down",
-        "matmul_flops_per_s": (
-            "measured on H200 with jax 0.11.2: 786 TFLOP/s at 8192^3, 772 to 804 on "
-            f"layer-like products of 8192 and 32768 tokens; below that {_CURVE}"
-        ),
-        "attention_flops_per_s": (
-            "measured on H200: cuDNN, forward and backward, 4 x 4096 tokens, 32 heads "
-            "of 128: 4.08 ms"
-        ),
-        "memory_bytes_per_s": f"{_ELEMENTWISE} 4,800 GB/s",
-        "host_bytes_per_s": "measured on H200: 48 to 50 GB/s each way, reused buffers",
-    },
+    memory_bytes=Figure(139 * GIB, "measured on H200: 139 GiB, rounded down"),
+    matmul_flops_per_s=Figure(
+        _matmul(786e12, _HOPPER_CURVE),
+        "measured on H200 with jax 0.11.2: 786 TFLOP/s at 8192^3, 772 to 804 on "
+        f"layer-like products of 8192 and 32768 tokens; below that {_CURVE}",
+    ),
+    attention_flops_per_s=Figure(
+        472e12,
+        "measured on H200: cuDNN, forward and backward, 4 x 4096 tokens, 32 heads "
+        "of 128: 4.08 ms",
+    ),
+    memory_bytes_per_s=Figure(4.1e12, f"{_ELEMENTWISE} 4,800 GB/s"),
+    host_bytes_per_s=Figure(
+        48e9, "measured on H200: 48 to 50 GB/s each way, reused buffers"
+    ),
     xla=dataclasses.replace(_HOPPER, memory_bytes_per_s=4_800_000_000_000),
 )
 L40S = Card(
@@ -220,21 +225,17 @@ L40S = Card(
     peak_flops_per_s=362.05e12,  # L40S data sheet (2023)
     device="NVIDIA L40S",
     title="L40S-48GB",
-    memory_bytes=44 * GIB,
-    matmul_flops_per_s=_matmul(235e12, _CURVE_OF_128),
-    attention_flops_per_s=150e12,
-    memory_bytes_per_s=0.73e12,
-    host_bytes_per_s=22e9,
-    sources={
-        "memory_bytes": "assumed: 48 GB of the data sheet less error correction",
-        "matmul_flops_per_s": (
-            "assumed: 65 % of the data sheet's 362 TFLOP/s (held to 350 W) from 8192 "
-            f"tokens on; {_CURVE}"
-        ),
-        "attention_flops_per_s": _TWO_THIRDS,
-        "memory_bytes_per_s": f"{_ELEMENTWISE} 864 GB/s",
-        "host_bytes_per_s": _GEN4,
-    },
+    memory_bytes=Figure(
+        44 * GIB, "assumed: 48 GB of the data sheet less error correction"
+    ),
+    matmul_flops_per_s=Figure(
+        _matmul(235e12, _CURVE_OF_128),
+        "assumed: 65 % of the data sheet's 362 TFLOP/s (held to 350 W) from 8192 "
+        f"tokens on; {_CURVE}",
+    ),
+    attention_flops_per_s=Figure(150e12, _TWO_THIRDS),
+    memory_bytes_per_s=Figure(0.73e12, f"{_ELEMENTWISE} 864 GB/s"),
+    host_bytes_per_s=Figure(22e9, _GEN4),
     xla=_ADA,
 )
 RTX_4090 = Card(
@@ -243,21 +244,17 @@ RTX_4090 = Card(
     peak_flops_per_s=165.2e12,
     device="NVIDIA GeForce RTX 4090",
     title="RTX 4090-24GB",
-    memory_bytes=23 * GIB + GIB // 2,
-    matmul_flops_per_s=_matmul(150e12, _CURVE_OF_128),
-    attention_flops_per_s=110e12,
-    memory_bytes_per_s=0.86e12,
-    host_bytes_per_s=22e9,
-    sources={
-        "memory_bytes": "assumed: 24 GiB of the data sheet less the driver's part",
-        "matmul_flops_per_s": (
-            "assumed: 90 % of the Ada paper's 165 TFLOP/s with float32 sums, from 8192 "
-            f"tokens on; {_CURVE}"
-        ),
-        "attention_flops_per_s": "assumed: three quarters of the matmul rate",
-        "memory_bytes_per_s": f"{_ELEMENTWISE} 1,008 GB/s",
-        "host_bytes_per_s": _GEN4,
-    },
+    memory_bytes=Figure(
+        23 * GIB + GIB // 2, "assumed: 24 GiB of the data sheet less the driver's part"
+    ),
+    matmul_flops_per_s=Figure(
+        _matmul(150e12, _CURVE_OF_128),
+        "assumed: 90 % of the Ada paper's 165 TFLOP/s with float32 sums, from 8192 "
+        f"tokens on; {_CURVE}",
+    ),
+    attention_flops_per_s=Figure(110e12, "assumed: three quarters of the matmul rate"),
+    memory_bytes_per_s=Figure(0.86e12, f"{_ELEMENTWISE} 1,008 GB/s"),
+    host_bytes_per_s=Figure(22e9, _GEN4),
     xla=dataclasses.replace(
         _ADA, num_cores=128, l2_bytes=72 * 2**20, memory_bytes_per_s=1_008_000_000_000
     ),

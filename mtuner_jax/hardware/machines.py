@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mtuner_jax.configs import ConfigError
-from mtuner_jax.hardware import boxes, cards
+from mtuner_jax.hardware import boxes
+from mtuner_jax.hardware.cards import Figure
 from mtuner_jax.numbers import records
 
 FORMAT = records.Format(what="hardware", version=1, again="run scripts/calibrate.py")
@@ -152,24 +153,18 @@ def preset(name: str) -> Hardware:
         Link(bytes_per_s=float(tier.bytes_per_s), latency_s=tier.latency_s)
         for tier in box.tiers
     )
-    figures: dict[str, Any] = {
-        **cards.COMMON,
-        **{field: getattr(box.card, field) for field in box.card.sources},
-        "links": tuple(links),
-        "overlap_slowdown": box.overlap_slowdown,
+    figures = {
+        **box.card.figures,
+        "links": Figure(tuple(links), box.source),
+        "overlap_slowdown": Figure(box.overlap_slowdown, box.overlap_source),
     }
-    sources = {
-        **cards.COMMON_SOURCES,
-        **box.card.sources,
-        "links": box.source,
-        "overlap_slowdown": box.overlap_source,
-    }
+    values: dict[str, Any] = {field: known.value for field, known in figures.items()}
     return Hardware(
         name=name,
         device=box.card.device,
         mesh_sizes=box.mesh_sizes,
-        sources=sources,
-        **figures,
+        sources={field: known.source for field, known in figures.items()},
+        **values,
     )
 
 

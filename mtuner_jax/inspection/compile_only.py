@@ -240,7 +240,7 @@ gpu_device_info {{
   thread_dim_limit_y: 1024
   thread_dim_limit_z: 64
   clock_rate_ghz: {xla.clock_ghz}
-  device_memory_size: {card.memory_bytes}
+  device_memory_size: {card.memory_bytes.value}
   memory_bandwidth: {xla.memory_bytes_per_s}
   pcie_bandwidth: 34359738368
   device_address_bits: 64
