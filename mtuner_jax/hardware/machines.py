@@ -38,9 +38,9 @@ class Link:
     """What a collective costs whose slowest mesh axis is this one.
 
     Attributes:
-      bytes_per_s: That a device receives in a gather: output x (1 - 1 / group) over
-        its seconds, for large messages.
-      latency_s: Of a small collective.
+      bytes_per_s: What a device receives in a gather, output x (1 - 1 / group), over
+        the gather's seconds, for large messages.
+      latency_s: Seconds of a small collective.
     """
 
     bytes_per_s: float
@@ -56,27 +56,27 @@ class Hardware:
     """One machine: equal cards and what links them.
 
     Attributes:
-      name: Of the preset or file.
+      name: The preset's or the file's name.
       device: The card, as JAX names its `device_kind`.
       mesh_sizes: Devices along each mesh axis, slowest link first; () is one device.
-      links: One per mesh axis.
-      memory_bytes: Of a card.
+      links: One link per mesh axis.
+      memory_bytes: A card's memory.
       pool_fraction: Share of it that XLA's allocator takes at start.
-      reserve_bytes: Of that pool, left to what XLA does not count: cuDNN's
+      reserve_bytes: Part of that pool left to what XLA does not count: cuDNN's
         workspaces and fragmentation.
       matmul_flops_per_s: ((tokens, rate), ...) of a layer's products by rows of the
         left operand, ascending; interpolated between, constant outside.
-      attention_flops_per_s: Of causal attention, counting half of the scores, two
-        products forward and five backward (cuDNN redoes one).
-      memory_bytes_per_s: Of the card's memory, as elementwise kernels reach it.
+      attention_flops_per_s: Rate of causal attention, counting half of the scores,
+        two products forward and five backward (cuDNN redoes one).
+      memory_bytes_per_s: Bandwidth of the card's memory that elementwise kernels reach.
       kernel_s: Seconds that each kernel costs beside its work.
-      host_bytes_per_s: Between a card and pinned host memory, each way.
+      host_bytes_per_s: Bandwidth between a card and pinned host memory, each way.
       overlap_slowdown: How many times longer computation takes while a collective
         runs beside it.
       sources: {field: where its figure comes from}; `assumed: ...` where nobody
         measured it.
-      host_memory_bytes: Of a host of up to eight cards; 0 where nobody said, which
-        limits nothing.
+      host_memory_bytes: Memory of a host of up to eight cards; 0 where nobody said,
+        which limits nothing.
     """
 
     name: str
@@ -184,7 +184,7 @@ def find(
       mesh_sizes: Devices along each axis of the mesh, slowest link first.
       mesh: Name of the mesh, for `auto`.
       device_kind: What JAX calls the devices it found; empty if JAX was not asked.
-      directory: Of calibrations; `default_directory()` if None.
+      directory: Where calibrations lie; `default_directory()` if None.
 
     Raises:
       ConfigError: Nothing of that name, a file that does not fit, or more mesh axes
@@ -228,7 +228,7 @@ def name_for(
 
     Args:
       device_kind: As JAX names the card.
-      num_devices: Cards.
+      num_devices: How many cards there are.
       environ: NCCL_P2P_DISABLE=1 asks for the preset's variant without peer-to-peer.
     """
     disabled = environ.get("NCCL_P2P_DISABLE") == "1"
