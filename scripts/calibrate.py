@@ -8,6 +8,7 @@ name as a preset replaces the preset's figures. CPUs are measured with small siz
 """
 
 import dataclasses
+import functools
 import pathlib
 import sys
 
@@ -19,8 +20,6 @@ from models import llama, llama_configs
 from mtuner_jax.calibration import benches, calibrations, layers
 from mtuner_jax.configs import ConfigError, Platform
 from mtuner_jax.devices import starting
-from mtuner_jax.hardware import machines
-from mtuner_jax.planning import workloads
 from mtuner_jax.settings import cli
 from mtuner_jax.training import logs
 from scripts import sizing
@@ -64,26 +63,14 @@ def run(config: CalibrateConfig) -> int:
     """Measures section by section; what fails is taken from the card's preset."""
     started = starting.start(config.mesh, config.platform)
     print(started.lines[0])
-    bench = bench_on(
-        started.mesh, memory_fraction=started.memory_fraction, small=config.small
-    )
+    sizes = benches.SMALL if config.small or not started.on_gpu else benches.FULL
+    bench = bench_on(started.mesh, sizes, memory_fraction=started.memory_fraction)
     calibration = calibrations.prepare(bench, name=config.name, output=config.output)
-    results = []
-    for section in calibrations.measure(calibration):
-        state = f"FAILED: {section.error}" if section.error else "done"
-        print(f"{section.name:12} {section.seconds:6.1f} s  {state}", flush=True)
-        results.append(section)
-    failed = [section.name for section in results if section.error]
-    print(f"single measurements: {calibration.raw_path}")
+    say = functools.partial(print, flush=True)
+    failed = calibrations.calibrate(calibration, say=say)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
-    machine = calibrations.describe(calibration, results)
-    machines.write(calibration.path, machine)
-    print(calibrations.table(calibration, machine))
-    for section in results:
-        if section.name == "layer" and not section.error:
-            print(layers.compared(layer_workload(bench), machine, section))
-    if bench.sizes is benches.SMALL:
+    if sizes is benches.SMALL:
         print("small sizes: these figures say nothing of a training step")
     found_as = config.output or calibration.name
     print(f"wrote {calibration.path}: --hardware {found_as}")
@@ -91,23 +78,11 @@ def run(config: CalibrateConfig) -> int:
 
 
 def bench_on(
-    mesh: jax.sharding.Mesh, *, memory_fraction: float, small: bool = False
+    mesh: jax.sharding.Mesh, sizes: benches.Sizes, *, memory_fraction: float
 ) -> benches.Bench:
-    """Where and how it is measured, on devices that JAX has started; CPUs small."""
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
-    sizes = benches.SMALL if on_cpu or small else benches.FULL
-    implementation = "xla" if on_cpu else "cudnn"
-    return benches.Bench(
-        mesh=mesh,
-        sizes=sizes,
-        model=llama.Llama(shape(sizes), attention_implementation=implementation),
-        memory_fraction=memory_fraction,
-    )
-
-
-def shape(sizes: benches.Sizes) -> llama_configs.LlamaConfig:
-    """A decoder of one layer."""
-    return llama_configs.LlamaConfig(
+    """Where and how it is measured, with a Llama's layer on started devices."""
+    attention = "xla" if mesh.devices.flat[0].platform == "cpu" else "cudnn"
+    shape = llama_configs.LlamaConfig(
         vocab_size=128,
         hidden_size=sizes.hidden,
         intermediate_size=sizes.intermediate,
@@ -116,17 +91,21 @@ def shape(sizes: benches.Sizes) -> llama_configs.LlamaConfig:
         num_kv_heads=sizes.num_heads,
         head_dim=sizes.head_dim,
     )
-
-
-def layer_workload(bench: benches.Bench) -> workloads.Workload:
-    """The layer and one row, as the planner is told of a model."""
-    return sizing.workload(
-        shape(bench.sizes),
-        layers.specs(bench.model),
+    model = llama.Llama(shape, attention_implementation=attention)
+    workload = sizing.workload(
+        shape,
+        layers.specs(model),
         name="one layer",
-        rows=(1, bench.sizes.row_tokens),
-        dtype=str(jax.numpy.dtype(bench.dtype)),
-        attention="cudnn" if bench.on_gpu else "xla",
+        rows=(1, sizes.row_tokens),
+        dtype="float32" if attention == "xla" else "bfloat16",
+        attention=attention,
+    )
+    return benches.Bench(
+        mesh=mesh,
+        sizes=sizes,
+        model=model,
+        workload=workload,
+        memory_fraction=memory_fraction,
     )
 
 

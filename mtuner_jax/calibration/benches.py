@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from mtuner_jax.planning.workloads import Workload
 from mtuner_jax.protocols.decoders import Decoder
 
 _WARM_UP = 3
@@ -101,12 +102,14 @@ class Bench:
       mesh: All devices, slowest axis first.
       sizes: How large what is timed is.
       model: One decoder layer of the same sizes, on one device.
+      workload: That layer and one row, as the planner is told of a model.
       memory_fraction: Share of a GPU's memory in JAX's pool; 0 on CPUs.
     """
 
     mesh: Mesh
     sizes: Sizes
     model: Decoder
+    workload: Workload
     memory_fraction: float = 0.0
 
     @property

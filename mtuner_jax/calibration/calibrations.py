@@ -4,12 +4,12 @@ import dataclasses
 import datetime
 import json
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-from mtuner_jax.calibration import sections
+from mtuner_jax.calibration import layers, sections
 from mtuner_jax.calibration.benches import Bench, Section
 from mtuner_jax.configs import ConfigError
 from mtuner_jax.devices import meshes
@@ -73,19 +73,41 @@ def prepare(bench: Bench, *, name: str = "", output: str = "") -> Calibration:
     return calibration
 
 
-def measure(calibration: Calibration) -> Iterator[Section]:
-    """Runs the sections; the record of single measurements grows with each."""
-    record: dict[str, Any] = {
+def calibrate(calibration: Calibration, *, say: Callable[[str], None]) -> list[str]:
+    """Measures section by section, tells the user and writes the machine's figures.
+
+    Returns:
+      Names of the sections that failed.
+
+    Raises:
+      ConfigError: A figure that was neither measured nor is known of the card.
+    """
+    results = []
+    for section in sections.sections(calibration.bench):
+        results.append(section)
+        state = f"FAILED: {section.error}" if section.error else "done"
+        say(f"{section.name:12} {section.seconds:6.1f} s  {state}")
+        _record(calibration, results)
+    say(f"single measurements: {calibration.raw_path}")
+    machine = describe(calibration, results)
+    machines.write(calibration.path, machine)
+    say(table(calibration, machine))
+    for section in results:
+        if section.name == "layer" and not section.error:
+            say(layers.compared(calibration.bench, machine, section))
+    return [section.name for section in results if section.error]
+
+
+def _record(calibration: Calibration, results: Sequence[Section]) -> None:
+    """Writes single measurements down while others still run."""
+    record = {
         "name": calibration.name,
         "device": calibration.bench.device_kind,
         "stamp": calibration.stamp,
-        "sections": {},
+        "sections": {found.name: dataclasses.asdict(found) for found in results},
     }
-    for section in sections.sections(calibration.bench):
-        record["sections"][section.name] = dataclasses.asdict(section)
-        text = json.dumps(record, sort_keys=True, indent=1) + "\n"
-        calibration.raw_path.write_text(text, encoding="utf-8")
-        yield section
+    text = json.dumps(record, sort_keys=True, indent=1) + "\n"
+    calibration.raw_path.write_text(text, encoding="utf-8")
 
 
 def describe(calibration: Calibration, results: Sequence[Section]) -> Hardware:

@@ -3,6 +3,7 @@
 Letters: B batch, T tokens, D model.
 """
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -19,61 +20,67 @@ from mtuner_jax.hardware.machines import Hardware
 from mtuner_jax.ops import lora_linear, tapes
 from mtuner_jax.planning.costs import kernels
 from mtuner_jax.planning.plans import Saved
-from mtuner_jax.planning.workloads import Workload
 from mtuner_jax.protocols.decoders import Decoder
 from mtuner_jax.protocols.states import Batch, Params
 
 Adapters = dict[str, lora_linear.Lora]
 
 
+class _Layer(NamedTuple):
+    """Random frozen weights and fresh adapters of one layer, which loops only read."""
+
+    weights: Params
+    adapters: Adapters
+
+
 class _Backward(NamedTuple):
     """A layer's input (and its output's gradient), and sums of adapter gradients."""
 
     x_BTD: jax.Array
-    sums: dict[str, lora_linear.Lora]
+    sums: Adapters
 
 
 def measure(bench: Bench, _: Figures) -> Section:
     """Times one decoder layer; no figure of a machine comes of it, only details."""
     sizes, apply = bench.sizes, _apply(bench)
-    constants = (_weights(bench), _adapters(bench))
+    layer = _Layer(_weights(bench), _adapters(bench))
     x_BTD = bench.random(3, (1, sizes.row_tokens, sizes.hidden))
 
-    def forward(x_BTD: jax.Array, constants: tuple[Params, Adapters]) -> jax.Array:
-        return apply(*constants, x_BTD)
+    def forward(x_BTD: jax.Array, layer: _Layer) -> jax.Array:
+        return apply(layer.weights, layer.adapters, x_BTD)
 
-    def both(state: _Backward, constants: tuple[Params, Adapters]) -> _Backward:
-        weights, adapters = constants
-        _, pullback = jax.vjp(
-            lambda *inputs: apply(weights, *inputs), adapters, state.x_BTD
-        )
+    def both(state: _Backward, layer: _Layer) -> _Backward:
+        with_weights = functools.partial(apply, layer.weights)
+        _, pullback = jax.vjp(with_weights, layer.adapters, state.x_BTD)
         grads, grad_BTD = pullback(state.x_BTD)
         return _Backward(grad_BTD, jax.tree.map(jnp.add, state.sums, grads))
 
-    num_weights = sum(leaf.size for leaf in jax.tree.leaves(constants[0]))
+    num_weights = sum(leaf.size for leaf in jax.tree.leaves(layer.weights))
     flops = 6 * sizes.row_tokens * num_weights
     num = bench.num_steps(flops / sizes.expected_flops_per_s)
-    state = _Backward(x_BTD, jax.tree.map(jnp.zeros_like, constants[1]))
+    state = _Backward(x_BTD, jax.tree.map(jnp.zeros_like, layer.adapters))
     forward_s, both_s = (
-        benches.looped_s(step, first, constants, num=num, repeats=sizes.repeats)
+        benches.looped_s(step, first, layer, num=num, repeats=sizes.repeats)
         for step, first in ((forward, x_BTD), (both, state))
     )
     details = {"forward_s": forward_s, "forward_and_backward_s": both_s}
     return Section(details={**details, "tokens": sizes.row_tokens})
 
 
-def compared(workload: Workload, machine: Hardware, section: Section) -> str:
-    """The layer as measured beside what the cost model makes of the figures.
+def compared(bench: Bench, machine: Hardware, section: Section) -> str:
+    """The layer as `measure` found it beside what the cost model makes of the figures.
 
     Args:
-      workload: The layer and a row, as the planner is told of a model.
+      bench: Where it was measured.
       machine: The figures that the calibration came to.
       section: What `measure` returned.
     """
-    forward_s, backward_s = kernels.layer(workload, machine, Saved.LINEARS, rows=1)
+    forward_s, backward_s = kernels.layer(
+        bench.workload, machine, Saved.LINEARS, rows=1
+    )
     measured = section.details
     lines = (
-        f"layer of {workload.max_length} tokens, {what}: {1e3 * here_s:.3f} ms "
+        f"layer of {bench.sizes.row_tokens} tokens, {what}: {1e3 * here_s:.3f} ms "
         f"measured, {1e3 * model_s:.3f} ms by the cost model ({model_s / here_s:.2f}x)"
         for what, here_s, model_s in (
             ("forward", measured["forward_s"], forward_s),
@@ -93,7 +100,7 @@ def specs(model: Decoder) -> tuple[lora.AdapterSpec, ...]:
 
 
 def _weights(bench: Bench) -> Params:
-    """Random frozen weights of one layer, without a dim of layers."""
+    """Frozen weights, without a dim of layers."""
     numbers = itertools.count()
     return jax.tree.map(
         lambda shape: (
@@ -107,7 +114,7 @@ def _weights(bench: Bench) -> Params:
 
 
 def _adapters(bench: Bench) -> Adapters:
-    """Fresh adapters of one layer."""
+    """Adapters by module, without a dim of layers."""
     resolved = specs(bench.model)
     drawn = lora.init(resolved, jax.random.key(0))
     return {

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import llama, llama_configs
 from mtuner_jax.calibration import benches, calibrations, links, sections
 from mtuner_jax.configs import ConfigError
 from mtuner_jax.devices import meshes
 from mtuner_jax.hardware import machines
+from scripts import calibrate
 
 SIZES = dataclasses.replace(
     benches.SMALL,
@@ -31,20 +31,8 @@ SIZES = dataclasses.replace(
 
 def bench(mesh, **sizes):
     sizes = dataclasses.replace(SIZES, **sizes)
-    config = llama_configs.LlamaConfig(
-        vocab_size=32,
-        hidden_size=sizes.hidden,
-        intermediate_size=sizes.intermediate,
-        num_layers=1,
-        num_heads=sizes.num_heads,
-        num_kv_heads=sizes.num_heads,
-        head_dim=sizes.head_dim,
-    )
-    return benches.Bench(
-        mesh=meshes.make(meshes.parse(mesh), jax.devices()),
-        sizes=sizes,
-        model=llama.Llama(config),
-    )
+    devices = meshes.make(meshes.parse(mesh), jax.devices())
+    return calibrate.bench_on(devices, sizes, memory_fraction=0.0)
 
 
 def calibration(base=None, stamp="now"):
