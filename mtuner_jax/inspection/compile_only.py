@@ -146,13 +146,13 @@ def abstract_arguments(
       dtype: Of the frozen weights.
     """
 
-    def init() -> TrainState:
+    def init():
         adapters = lora.init(spec.adapters, jax.random.key(0))
         return TrainState(adapters, optimizer.init(adapters), jnp.int32(0))
 
     plan, mesh = spec.plan, spec.mesh
 
-    def rows() -> Batch:
+    def rows():
         shape = (plan.accumulation, plan.num_devices * plan.microbatch, max_length)
         fields = {name: jnp.zeros(shape, jnp.int32) for name in Batch._fields}
         return Batch(**{**fields, "weights": jnp.zeros(shape, jnp.float32)})
@@ -263,8 +263,7 @@ def _found(module: str) -> bool:
         return False
 
 
-def _placed(tree: Any, sharding: NamedSharding) -> Any:
-    """The same shapes, each with a sharding."""
+def _placed(tree, sharding):
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         tree,
