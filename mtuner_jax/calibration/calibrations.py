@@ -83,7 +83,7 @@ def calibrate(calibration: Calibration, *, say: Callable[[str], None]) -> list[s
       ConfigError: A figure that was neither measured nor is known of the card.
     """
     results = []
-    for section in sections.sections(calibration.bench):
+    for section in sections.measure(calibration.bench):
         results.append(section)
         state = f"FAILED: {section.error}" if section.error else "done"
         say(f"{section.name:12} {section.seconds:6.1f} s  {state}")
@@ -127,7 +127,7 @@ def describe(calibration: Calibration, results: Sequence[Section]) -> Hardware:
         figures |= section.figures
         measured = f"measured: {calibration.stamp}"
         sources |= dict.fromkeys(section.figures, measured)
-    missing = sorted(set(figure_names()) - set(figures))
+    missing = sorted(set(machines.FIGURES) - set(figures))
     if missing and base is None:
         raise ConfigError(
             f"{bench.device_kind} was not measured in {', '.join(missing)} and no "
@@ -148,13 +148,6 @@ def describe(calibration: Calibration, results: Sequence[Section]) -> Hardware:
     )
 
 
-def figure_names() -> tuple[str, ...]:
-    """Fields of `machines.Hardware` that are figures."""
-    others = ("name", "device", "mesh_sizes", "sources")
-    names = (field.name for field in dataclasses.fields(Hardware))
-    return tuple(name for name in names if name not in others)
-
-
 def table(calibration: Calibration, machine: Hardware) -> str:
     """Each figure, beside the preset's where there is one."""
     lines = [f"{'figure':24} {'here':>12} {'preset':>12}  source"]
@@ -171,7 +164,7 @@ def table(calibration: Calibration, machine: Hardware) -> str:
 def _rows(machine: Hardware) -> dict[tuple[str, str], float]:
     """{(field, label): figure}, those of links and products apart."""
     rows = {}
-    for field in figure_names():
+    for field in machines.FIGURES:
         if field == "links":
             for axis, link in zip(meshes.AXES, machine.links, strict=False):
                 rows[field, f"{axis} bytes_per_s"] = link.bytes_per_s

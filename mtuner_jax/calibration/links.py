@@ -32,7 +32,7 @@ class LoopState(NamedTuple):
     marks: jax.Array
 
 
-def links(bench: Bench, _: Figures) -> Section:
+def gathers(bench: Bench, _: Figures) -> Section:
     """Gathers over each axis and all faster ones, at each size."""
     links, details = [], {}
     for first in range(len(bench.axes)):

@@ -14,7 +14,7 @@ from mtuner_jax.hardware import cards
 _CGROUP_LIMIT = pathlib.Path("/sys/fs/cgroup/memory.max")
 
 
-def sections(bench: Bench, names: Sequence[str] = ()) -> Iterator[Section]:
+def measure(bench: Bench, names: Sequence[str] = ()) -> Iterator[Section]:
     """Measures section by section; one that fails does not end the others.
 
     Args:
@@ -84,7 +84,7 @@ SECTIONS: dict[str, Callable[[Bench, Figures], Section]] = {
     "elementwise": products.elementwise,
     "kernel": products.kernel,
     "host": links.host,
-    "links": links.links,
+    "links": links.gathers,
     "overlap": links.overlap,
     "attention": products.attention,
     "layer": layers.measure,

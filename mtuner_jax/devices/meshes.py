@@ -25,13 +25,13 @@ class MeshSpec:
     Attributes:
       name: Preset or the sizes as the user wrote them.
       sizes: Devices along each axis, slowest link first; no axis of size 1.
-      links: What connects the devices along each axis.
+      link_names: What connects the devices along each axis.
       hardware: The machine that the preset stands for.
     """
 
     name: str
     sizes: tuple[int, ...]
-    links: tuple[str, ...]
+    link_names: tuple[str, ...]
     hardware: str
 
     @property
@@ -48,7 +48,9 @@ class MeshSpec:
         """One line for the log."""
         parts = [
             f"{axis}={size} ({link})"
-            for axis, size, link in zip(self.axes, self.sizes, self.links, strict=True)
+            for axis, size, link in zip(
+                self.axes, self.sizes, self.link_names, strict=True
+            )
         ]
         return f"mesh {self.name}: {' x '.join(parts) or '1 device'}, {self.hardware}"
 
@@ -57,7 +59,7 @@ PRESETS = {
     name: MeshSpec(
         name=name,
         sizes=box.mesh_sizes,
-        links=tuple(tier.link for tier in box.tiers),
+        link_names=tuple(tier.link for tier in box.tiers),
         hardware=box.title,
     )
     for name, box in boxes.BOXES.items()
@@ -114,8 +116,12 @@ def make(spec: MeshSpec, devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
 
 
 def _by_hand(name: str, sizes: tuple[int, ...]) -> MeshSpec:
-    links = tuple("given by hand" for _ in sizes)
-    return MeshSpec(name=name, sizes=sizes, links=links, hardware="devices as found")
+    return MeshSpec(
+        name=name,
+        sizes=sizes,
+        link_names=("given by hand",) * len(sizes),
+        hardware="devices as found",
+    )
 
 
 def _factors(number: int) -> tuple[int, ...]:

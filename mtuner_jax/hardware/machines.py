@@ -140,6 +140,13 @@ class Hardware:
         return int(_PINNED_SHARE * self.host_memory_bytes) // self.devices_per_host
 
 
+FIGURES = tuple(
+    field.name
+    for field in dataclasses.fields(Hardware)
+    if field.name not in ("name", "device", "mesh_sizes", "sources")
+)
+
+
 def preset(name: str) -> Hardware:
     """A machine that is known by name, without any calibration.
 

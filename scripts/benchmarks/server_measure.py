@@ -87,7 +87,7 @@ def links(place: bench.Place) -> dict[str, Any]:
     """
     sizes = benches.FULL if place.on_gpu else benches.SMALL
     where = calibrate.bench_on(place.mesh, sizes, memory_fraction=place.memory_fraction)
-    (section,) = sections.sections(where, ["links"])
+    (section,) = sections.measure(where, ["links"])
     if section.error:
         raise ConfigError(section.error)
     device = place.mesh.devices.flat[0].device_kind

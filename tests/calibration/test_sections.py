@@ -47,14 +47,14 @@ def calibration(base=None, stamp="now"):
 
 @pytest.fixture(scope="module")
 def results():
-    return list(sections.sections(bench("2x2x2")))
+    return list(sections.measure(bench("2x2x2")))
 
 
 def test_every_section_works_on_eight_cpu_devices(results):
     assert [section.name for section in results] == list(sections.SECTIONS)
     assert [section.error for section in results] == [""] * len(results)
     figures = {field for section in results for field in section.figures}
-    assert figures == set(calibrations.figure_names()) - {"reserve_bytes"}
+    assert figures == set(machines.FIGURES) - {"reserve_bytes"}
 
 
 def test_a_hosts_memory_is_what_its_container_may_take(tmp_path):
@@ -76,7 +76,7 @@ def test_a_calibration_is_a_machine_that_is_found_again(results, tmp_path):
     assert [tokens for tokens, _ in found.matmul_flops_per_s] == [8, 16]
     assert found.sources["links"] == "measured: a day, 8 x cpu"
     assert found.sources["reserve_bytes"].startswith("assumed:")
-    assert found.sources.keys() == set(calibrations.figure_names())
+    assert found.sources.keys() == set(machines.FIGURES)
 
 
 def test_single_measurements_are_kept(results):
@@ -97,7 +97,7 @@ def test_single_measurements_are_kept(results):
 
 def test_one_device_has_no_links():
     names = ("memory", "links", "overlap", "host")
-    memory, links, overlap, host = sections.sections(bench("1"), names)
+    memory, links, overlap, host = sections.measure(bench("1"), names)
     assert not any(section.error for section in (memory, links, overlap, host))
     assert links.figures == {"links": ()}
     assert overlap.figures == {"overlap_slowdown": 1.0}
@@ -106,7 +106,7 @@ def test_one_device_has_no_links():
 def test_a_section_that_fails_leaves_the_others_their_results():
     broken = bench("2", gather_bytes=())
     names = ("links", "overlap", "memory", "kernel")
-    links, overlap, memory, kernel = sections.sections(broken, names)
+    links, overlap, memory, kernel = sections.measure(broken, names)
     assert (
         links.error.startswith("MeasurementError: a link is fitted to two sizes")
         and not links.figures
