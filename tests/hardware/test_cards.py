@@ -28,3 +28,11 @@ def test_dense_bfloat16_peaks(kind, tflops):
 )
 def test_other_devices_have_no_peak(kind):
     assert cards.peak_flops_per_s(kind) is None
+
+
+@pytest.mark.parametrize("card", cards.CARDS, ids=lambda card: card.title)
+def test_the_name_of_a_card_finds_its_own_row(card):
+    assert cards.peak_flops_per_s(card.device) == card.peak_flops_per_s
+    assert card.matmul_flops_per_s.value[-1][1] < card.peak_flops_per_s
+    others = [other for other in cards.CARDS if other is not card]
+    assert card.device not in {other.device for other in others}
