@@ -15,10 +15,10 @@ import jax
 
 from mtuner_jax import configs
 from mtuner_jax.devices import detection, orders
+from mtuner_jax.hardware import cards
 
 # The name JAX documents, and the one that newer versions read as well.
 _FRACTION_NAMES = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
-_DEFAULT_FRACTION = "0.75"
 _DETERMINISTIC_FLAG = "--xla_gpu_deterministic_ops=true"
 
 
@@ -247,7 +247,7 @@ def _memory_fraction() -> float:
     """Sets the pool's share of the card; the user's value wins."""
     given = [name for name in _FRACTION_NAMES if name in os.environ]
     name = given[0] if given else _FRACTION_NAMES[0]
-    text = os.environ.setdefault(name, _DEFAULT_FRACTION)
+    text = os.environ.setdefault(name, str(cards.COMMON["pool_fraction"].value))
     try:
         fraction = float(text)
     except ValueError:
