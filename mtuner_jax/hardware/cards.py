@@ -95,14 +95,8 @@ class Card(Gpu):
     @property
     def figures(self) -> dict[str, Figure[Any]]:
         """All that is known, by field of `machines.Hardware`."""
-        return {
-            **COMMON,
-            "memory_bytes": self.memory_bytes,
-            "matmul_flops_per_s": self.matmul_flops_per_s,
-            "attention_flops_per_s": self.attention_flops_per_s,
-            "memory_bytes_per_s": self.memory_bytes_per_s,
-            "host_bytes_per_s": self.host_bytes_per_s,
-        }
+        own = {k: v for k, v in vars(self).items() if isinstance(v, Figure)}
+        return {**COMMON, **own}
 
 
 # What all cards have in common.
