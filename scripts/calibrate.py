@@ -17,6 +17,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import jax
 
 from models import llama, llama_configs
+from mtuner_jax.adapters import lora
 from mtuner_jax.calibration import benches, calibrations, layers
 from mtuner_jax.configs import ConfigError, Platform
 from mtuner_jax.devices import starting
@@ -94,7 +95,7 @@ def bench_on(
     model = llama.Llama(shape, attention_implementation=attention)
     workload = sizing.workload(
         shape,
-        layers.specs(model),
+        lora.resolve(layers.LORA, model.linears(), num_layers=1),
         name="one layer",
         rows=(1, sizes.row_tokens),
         dtype="float32" if attention == "xla" else "bfloat16",

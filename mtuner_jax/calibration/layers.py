@@ -20,9 +20,9 @@ from mtuner_jax.hardware.machines import Hardware
 from mtuner_jax.ops import lora_linear, tapes
 from mtuner_jax.planning.costs import kernels
 from mtuner_jax.planning.plans import Saved
-from mtuner_jax.protocols.decoders import Decoder
 from mtuner_jax.protocols.states import Batch, Params
 
+LORA = LoraConfig(r=16)  # on every linear
 Adapters = dict[str, lora_linear.Lora]
 
 
@@ -94,11 +94,6 @@ def compared(bench: Bench, machine: Hardware, section: Section) -> str:
     return "\n".join(lines)
 
 
-def specs(model: Decoder) -> tuple[lora.AdapterSpec, ...]:
-    """The adapters that the layer has: of rank 16 on every linear."""
-    return lora.resolve(LoraConfig(r=16), model.linears(), num_layers=1)
-
-
 def _weights(bench: Bench) -> Params:
     """Frozen weights, without a dim of layers."""
     numbers = itertools.count()
@@ -115,15 +110,15 @@ def _weights(bench: Bench) -> Params:
 
 def _adapters(bench: Bench) -> Adapters:
     """Adapters by module, without a dim of layers."""
-    resolved = specs(bench.model)
-    drawn = lora.init(resolved, jax.random.key(0))
+    specs = lora.resolve(LORA, bench.model.linears(), num_layers=1)
+    drawn = lora.init(specs, jax.random.key(0))
     return {
         spec.module: lora_linear.Lora(
             drawn[spec.module]["lora_a"][0],
             drawn[spec.module]["lora_b"][0],
             jnp.float32(spec.scalings[0]),
         )
-        for spec in resolved
+        for spec in specs
     }
 
 
