@@ -35,7 +35,12 @@ Lists: a,b or [a, b]. Maps: {{pattern: 8}}. Booleans: --packing, --packing=false
 
 
 def parse(
-    argv: Sequence[str], config_type: type[T], *, prog: str = "", description: str = ""
+    argv: Sequence[str],
+    config_type: type[T],
+    *,
+    prog: str = "",
+    description: str = "",
+    positional: str = "",
 ) -> T:
     """Parses a command line; `--help` and `--print_config` print and exit.
 
@@ -44,6 +49,7 @@ def parse(
       config_type: A config dataclass, such as `configs.RunConfig`.
       prog: The program's name in `--help`.
       description: What it does, first in `--help`.
+      positional: The setting that words before the first flag are for.
 
     Returns:
       The checked config.
@@ -52,6 +58,8 @@ def parse(
       ConfigError: A flag or key that is unknown (with the nearest name) or has the
         wrong type, or a value that the config itself refuses; with file and line.
     """
+    if positional and argv and not argv[0].startswith("-"):
+        argv = [f"--{positional}", *argv]
     options, flags = written_settings.read_flags(argv, config_type)
     if "help" in options:
         usage = _USAGE.format(prog=prog or pathlib.Path(sys.argv[0]).name)

@@ -115,19 +115,26 @@ def _only(flag: str, values: list[str]) -> str:
 
 def _flag_node(flag: str, kind: Any, values: list[str]) -> yaml.Node:
     """The values of a flag as the node a YAML file would have in its place."""
-    takes_list = config_fields.is_union(kind) or typing.get_origin(kind) is tuple
+    is_tuple = typing.get_origin(kind) is tuple
+    takes_list = is_tuple or config_fields.is_union(kind)
+    item = typing.get_args(kind)[0] if takes_list else kind
     if kind is bool and not values:
         values = ["true"]
+    if is_tuple and len(values) == 1 and not _FLOW_LIST.fullmatch(values[0]):
+        values = values[0].split(",")
     if takes_list and len(values) > 1:
-        return yaml_nodes.sequence(values, source=flag)
+        return yaml_nodes.sequence(
+            [_word_node(flag, item, value) for value in values], source=flag
+        )
     text = _only(flag, values)
     if takes_list and _FLOW_LIST.fullmatch(text):
-        node = yaml_nodes.compose(text, source=flag)
-        assert node is not None
-        return node
-    if typing.get_origin(kind) is tuple and "," in text:
-        return yaml_nodes.sequence(text.split(","), source=flag)
-    is_text = takes_list or (isinstance(kind, type) and issubclass(kind, str))
+        item = None
+    return _word_node(flag, item, text)
+
+
+def _word_node(flag: str, kind: Any, text: str) -> yaml.Node:
+    """A value as a YAML file would have it; for a text field it is text as it is."""
+    is_text = isinstance(kind, type) and issubclass(kind, str)
     node = None if is_text else yaml_nodes.compose(text, source=flag)
     return node or yaml_nodes.scalar(text, source=flag)
 
