@@ -1,11 +1,10 @@
 """Results of a list of runs as Markdown, beside what the mTuner paper reports."""
 
-import pathlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
+from mtuner_jax.numbers import tables
 from scripts.benchmarks import ablations
-from scripts.benchmarks.run_lists import Kind, Run
+from scripts.benchmarks.run_lists import Case, Kind, Run
 from scripts.benchmarks.run_records import Event, Progress, Record, State
 
 # Of the paper, 8 x A100-PCIe-40GB: GB/s of a gather's output by local ratio, changes of
@@ -51,15 +50,7 @@ def line(record: Record) -> str:
     return text
 
 
-def rows(head: str, body: Sequence[Sequence[Any]]) -> str:
-    """A Markdown table; columns of the head that end in `:` are set to the right."""
-    names = [name.strip() for name in head.split("|")]
-    rule = ["--:" if name.endswith(":") else "---" for name in names]
-    lines = [[name.rstrip(":") for name in names], rule, *body]
-    return "".join("| " + " | ".join(map(str, cells)) + " |\n" for cells in lines)
-
-
-def _heading(progress) -> str:
+def _heading(progress: Progress) -> str:
     listed = progress.listed
     results = [progress.result(run) for run in listed.runs]
     devices = sorted({r["device"] for r in results if "device" in r})
@@ -82,7 +73,7 @@ def _heading(progress) -> str:
     )
 
 
-def _links(progress) -> str:
+def _links(progress: Progress) -> str:
     """A row for each axis: what a gather at that local ratio brings."""
     body: list[list[str]] = []
     for run in _of_kind(progress, Kind.LINKS):
@@ -101,27 +92,26 @@ def _links(progress) -> str:
             )
     head = "setting | local ratio | received GB/s: | output GB/s: | paper, PCIe, GB/s:"
     note = "\nThe largest message; the paper's figures are taken as output over time.\n"
-    return rows(head, body) + note
+    return tables.markdown(head, body) + note
 
 
-def _cases(progress) -> str:
+def _cases(progress: Progress) -> str:
     body = []
     for case, runs in _by_case(progress).items():
         planned = _with_role(runs, PLANNED)
         statics = [run for run in runs if any(r.startswith(STATIC) for r in run.roles)]
         if planned is None or not statics:
             continue
-        setting, model, length, batch = case
         ms = _ms(progress, planned)
         static, static_ms = _fastest(progress, statics)
         predicted = min(run.predicted_ms for run in statics) / planned.predicted_ms
         peer, peer_tokens = _best_peer(progress, case)
-        tokens = 1e3 * batch * length / ms if ms else 0.0
+        tokens = 1e3 * case.global_batch_size * case.max_length / ms if ms else 0.0
         name = next((r for r in static.roles if r.startswith(STATIC)), "")
         body.append(
             [
-                setting,
-                f"{_shape(model)}, {batch} x {length}",
+                case.setting,
+                _label(case),
                 _number(ms, 1) or _status(progress, planned),
                 _number(static_ms, 1) or _status(progress, static),
                 name.removeprefix(STATIC).strip(),
@@ -144,10 +134,10 @@ def _cases(progress) -> str:
         "would accumulate, at the same speed. Paper, PCIe: +28 % "
         "over DeepSpeed on average.\n"
     )
-    return rows(head, body) + note
+    return tables.markdown(head, body) + note
 
 
-def _predictions(progress) -> str:
+def _predictions(progress: Progress) -> str:
     body = []
     for run in _of_kind(progress, Kind.STEP):
         found = progress.result(run)
@@ -174,10 +164,10 @@ def _predictions(progress) -> str:
         "compiled GiB: | measured peak GiB: | predicted GiB: | ratio:"
     )
     note = "\nNo measured peak: the process had held more for a run before it.\n"
-    return rows(head, body) + note
+    return tables.markdown(head, body) + note
 
 
-def _fillings(progress) -> str:
+def _fillings(progress: Progress) -> str:
     body = []
     for case, runs in _by_case(progress).items():
         fillings = {name: _with_role(runs, name) for name in PAPER_FILLING}
@@ -193,7 +183,7 @@ def _fillings(progress) -> str:
             expected = run.predicted_communication_ms
             body.append(
                 [
-                    _label(case),
+                    f"{case.setting} {_label(case)}",
                     name,
                     _number(_ms(progress, run), 1) or _status(progress, run),
                     _number(took, 1) or (_NOT_MEASURED if found else ""),
@@ -211,10 +201,10 @@ def _fillings(progress) -> str:
         "\nSame cut of the batch, tables and adapters; layer inputs are all that is "
         "saved. Communication is that of one traced step, all collectives.\n"
     )
-    return rows(head, body) + note
+    return tables.markdown(head, body) + note
 
 
-def _tails(progress) -> str:
+def _tails(progress: Progress) -> str:
     body = []
     for case, runs in _by_case(progress).items():
         without = _with_role(runs, ablations.NO_TAIL)
@@ -228,51 +218,38 @@ def _tails(progress) -> str:
         ]
         measured = f"{100 * (times[0] / times[1] - 1):+.0f} %" if all(times) else ""
         predicted = 100 * (without.predicted_ms / tail.predicted_ms - 1)
-        body.append([_label(case), *texts, measured, f"{predicted:+.0f} %", PAPER_TAIL])
+        body.append(
+            [
+                f"{case.setting} {_label(case)}",
+                *texts,
+                measured,
+                f"{predicted:+.0f} %",
+                PAPER_TAIL,
+            ]
+        )
     head = "case | without, ms: | with, ms: | faster: | predicted: | paper, 70B:"
     note = "\nBoth without layer inputs on the host, which the paper does not have.\n"
-    return rows(head, body) + note
+    return tables.markdown(head, body) + note
 
 
-def _peers(progress) -> str:
+def _peers(progress: Progress) -> str:
     body = []
     for run in _of_kind(progress, Kind.PEER):
         found = progress.result(run)
-        if not found:
-            continue
-        for one in found["batches"]:
-            body.append(
-                [
-                    run.setting,
-                    f"{_shape(run.model)}, {run.max_length}",
-                    run.roles[0],
-                    f"{one['batch']:g}",
-                    f"{one['step_ms']:,.0f}",
-                    f"{one['tokens_per_s']:,.0f}",
-                    one["peak_gib"],
-                ]
-            )
-        if found["first_not"]:
-            text = "out of memory"
-            body.append(
-                [
-                    run.setting,
-                    f"{_shape(run.model)}, {run.max_length}",
-                    run.roles[0],
-                    f"{found['first_not']:g}",
-                    text,
-                    "",
-                    "",
-                ]
-            )
+        first = (run.setting, f"{run.case.shape}, {run.max_length}", *run.roles[:1])
+        for one in found.get("batches", ()):
+            numbers = (f"{one[name]:,.0f}" for name in ("step_ms", "tokens_per_s"))
+            body.append((*first, f"{one['batch']:g}", *numbers, one["peak_gib"]))
+        if found.get("first_not"):
+            body.append((*first, f"{found['first_not']:g}", "out of memory", "", ""))
     head = "setting | model, tokens | mode | rows per device: | ms: | tokens/s: | GiB:"
-    return rows(head, body)
+    return tables.markdown(head, body)
 
 
-def _missing(progress) -> str:
+def _missing(progress: Progress) -> str:
     """What failed, what fits nowhere, and what was not run, by setting and model."""
     texts: list[str] = []
-    not_run: dict[tuple[str, str], list[str]] = {}
+    not_run: dict[str, list[str]] = {}
     for run in progress.listed.runs:
         state = progress.state(run)
         if state is State.FAILED:
@@ -280,37 +257,37 @@ def _missing(progress) -> str:
         elif state is not State.DONE:
             name = run.name.split("/", 2)[-1]
             cut_off = " (cut off twice)" if state is State.CUT_OFF else ""
-            not_run.setdefault(run.case[:2], []).append(name + cut_off)
+            group = f"{run.setting} {run.case.shape}"
+            not_run.setdefault(group, []).append(name + cut_off)
     texts += [
         f"- {case}: no plan fits ({why})" for case, why in progress.listed.unplanned
     ]
     texts += [
-        f"- {_NOT_RUN}: {setting} {_shape(model)}: {', '.join(names)}"
-        for (setting, model), names in not_run.items()
+        f"- {_NOT_RUN}: {group}: {', '.join(names)}" for group, names in not_run.items()
     ]
     return "\n".join(texts or ["Nothing."]) + "\n"
 
 
-def _of_kind(progress, kind) -> Iterator[Run]:
+def _of_kind(progress: Progress, kind: Kind) -> Iterator[Run]:
     return (run for run in progress.listed.runs if run.kind is kind)
 
 
-def _by_case(progress) -> dict[tuple[str, str, int, int], list[Run]]:
-    found: dict[tuple[str, str, int, int], list[Run]] = {}
+def _by_case(progress: Progress) -> dict[Case, list[Run]]:
+    found: dict[Case, list[Run]] = {}
     for run in _of_kind(progress, Kind.STEP):
         found.setdefault(run.case, []).append(run)
     return found
 
 
-def _with_role(runs, role) -> Run | None:
+def _with_role(runs: Iterable[Run], role: str) -> Run | None:
     return next((run for run in runs if role in run.roles), None)
 
 
-def _ms(progress, run) -> float:
+def _ms(progress: Progress, run: Run) -> float:
     return progress.result(run).get("step_ms", 0.0)
 
 
-def _fastest(progress, runs) -> tuple[Run, float]:
+def _fastest(progress: Progress, runs: Sequence[Run]) -> tuple[Run, float]:
     """The fastest run with a result; the one predicted fastest if there is none."""
     timed = [(ms, run.name, run) for run in runs if (ms := _ms(progress, run))]
     if timed:
@@ -319,9 +296,9 @@ def _fastest(progress, runs) -> tuple[Run, float]:
     return min(runs, key=lambda run: run.predicted_ms), 0.0
 
 
-def _best_peer(progress, case) -> tuple[str, float]:
+def _best_peer(progress: Progress, case: Case) -> tuple[str, float]:
     """(mode and batch, tokens/s) of the fastest with no more rows than the case."""
-    rows_per_device = case[3] / progress.listed.num_devices
+    rows_per_device = case.global_batch_size / progress.listed.num_devices
     found = [("", 0.0)]
     for run in _of_kind(progress, Kind.PEER):
         if run.case[:3] != case[:3]:
@@ -334,7 +311,7 @@ def _best_peer(progress, case) -> tuple[str, float]:
     return max(found, key=lambda pair: pair[1])
 
 
-def _status(progress, run) -> str:
+def _status(progress: Progress, run: Run) -> str:
     """Why there is no result; a run is only called failed if it was."""
     state = progress.state(run)
     if state is State.FAILED:
@@ -342,14 +319,8 @@ def _status(progress, run) -> str:
     return "not run (cut off twice)" if state is State.CUT_OFF else _NOT_RUN
 
 
-def _label(case) -> str:
-    setting, model, length, batch = case
-    return f"{setting} {_shape(model)}, {batch} x {length}"
-
-
-def _shape(model: str) -> str:
-    """A model without the folder that it lies in."""
-    return pathlib.PurePath(model).name
+def _label(case: Case) -> str:
+    return f"{case.shape}, {case.global_batch_size} x {case.max_length}"
 
 
 def _change(value: float, base: float) -> str:

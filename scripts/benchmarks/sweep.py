@@ -114,7 +114,7 @@ def main(argv: list[str]) -> int:
 
 def parse(argv: list[str]) -> SweepConfig:
     """The settings; `--quick` replaces the grid's defaults, not what was given."""
-    config = cli.parse(argv, SweepConfig, description=str(__doc__))
+    config = cli.parse(argv, SweepConfig, description=__doc__)
     return cli.parse(argv, QuickConfig) if config.quick else config
 
 
