@@ -21,7 +21,7 @@ _FLOW_LIST = re.compile(r"\[[^\[\]]*\]")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Setting:
+class Written:
     """One value somebody wrote.
 
     Attributes:
@@ -35,7 +35,7 @@ class Setting:
     node: yaml.Node
 
 
-def read_yaml(path: str | pathlib.Path, config_type: type) -> list[Setting]:
+def read_yaml(path: str | pathlib.Path, config_type: type) -> list[Written]:
     """Settings of a YAML file; nested or with dotted names, null is not set.
 
     Raises:
@@ -48,7 +48,7 @@ def read_yaml(path: str | pathlib.Path, config_type: type) -> list[Setting]:
     if not isinstance(root, yaml.MappingNode):
         raise configs.ConfigError(f"{path}: expected lines such as `max_steps: 20`")
     settings = list(_flatten(root, prefix="", fields=config_fields.of(config_type)))
-    first: dict[str, Setting] = {}
+    first: dict[str, Written] = {}
     for setting in settings:
         earlier = first.setdefault(setting.name, setting)
         if earlier is not setting:
@@ -62,7 +62,7 @@ def read_yaml(path: str | pathlib.Path, config_type: type) -> list[Setting]:
 
 def read_flags(
     argv: Sequence[str], config_type: type
-) -> tuple[dict[str, str], list[Setting]]:
+) -> tuple[dict[str, str], list[Written]]:
     """Splits a command line into the parser's own options and settings.
 
     Returns:
@@ -71,7 +71,7 @@ def read_flags(
     """
     fields = config_fields.of(config_type)
     options: dict[str, str] = {}
-    settings: list[Setting] = []
+    settings: list[Written] = []
     for flag, values in _split(argv):
         asked = flag.removeprefix("--").replace("-", "_")
         if asked in ("help", "print_config") and not values:
@@ -81,7 +81,7 @@ def read_flags(
         else:
             name = _known_name(asked, fields, where=flag)
             node = _flag_node(flag, fields[name].type, values)
-            settings.append(Setting(name=name, asked=asked, node=node))
+            settings.append(Written(name=name, asked=asked, node=node))
     return options, settings
 
 
@@ -141,7 +141,7 @@ def _word_node(flag: str, kind: Any, text: str) -> yaml.Node:
 
 def _flatten(
     node: yaml.MappingNode, *, prefix: str, fields: dict[str, config_fields.Field]
-) -> Iterable[Setting]:
+) -> Iterable[Written]:
     groups = {field.group for field in fields.values()} - {""}
     for key, value in yaml_nodes.items(node):
         asked = prefix + key.value.replace("-", "_")
@@ -151,7 +151,7 @@ def _flatten(
             yield from _flatten(value, prefix=f"{asked}.", fields=fields)
         else:
             name = _known_name(asked, fields, where=yaml_nodes.where(key))
-            yield Setting(name=name, asked=asked, node=value)
+            yield Written(name=name, asked=asked, node=value)
 
 
 def _known_name(

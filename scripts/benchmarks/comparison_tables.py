@@ -75,21 +75,20 @@ def _heading(progress: Progress) -> str:
 
 def _links(progress: Progress) -> str:
     """A row for each axis: what a gather at that local ratio brings."""
-    body: list[list[str]] = []
+    body: list[tuple[str, ...]] = []
     for run in _of_kind(progress, Kind.LINKS):
         found = progress.result(run).get("axes", {})
         if not found:
-            body.append([run.setting, "", _status(progress, run), "", ""])
+            body.append((run.setting, "", _status(progress, run), "", ""))
         for axis in found.values():
             group = axis["group"]
             received, seconds = axis["received_bytes_and_s"][-1]
             rate = received / seconds / 1e9
-            paper = PAPER_GATHER_GB_S.get(group)
-            output = rate * group / (group - 1)
-            beside = f"{paper:g}" if paper else ""
-            body.append(
-                [run.setting, f"1/{group}", f"{rate:.3g}", f"{output:.3g}", beside]
+            rates = (f"{rate:.3g}", f"{rate * group / (group - 1):.3g}")
+            paper = (
+                f"{PAPER_GATHER_GB_S[group]:g}" if group in PAPER_GATHER_GB_S else ""
             )
+            body.append((run.setting, f"1/{group}", *rates, paper))
     head = "setting | local ratio | received GB/s: | output GB/s: | paper, PCIe, GB/s:"
     note = "\nThe largest message; the paper's figures are taken as output over time.\n"
     return tables.markdown(head, body) + note
@@ -108,21 +107,16 @@ def _cases(progress: Progress) -> str:
         peer, peer_tokens = _best_peer(progress, case)
         tokens = 1e3 * case.global_batch_size * case.max_length / ms if ms else 0.0
         name = next((r for r in static.roles if r.startswith(STATIC)), "")
-        body.append(
-            [
-                case.setting,
-                _label(case),
-                _number(ms, 1) or _status(progress, planned),
-                _number(static_ms, 1) or _status(progress, static),
-                name.removeprefix(STATIC).strip(),
-                _number(static_ms / ms if ms else 0.0, 2),
-                f"{predicted:.2f}",
-                _number(tokens, 0),
-                _number(peer_tokens, 0) or _NOT_RUN,
-                peer,
-                _number(tokens / peer_tokens if peer_tokens else 0.0, 2),
-            ]
-        )
+        times = [
+            _number(value, 1) or _status(progress, run)
+            for value, run in ((ms, planned), (static_ms, static))
+        ]
+        gains = (_number(static_ms / ms if ms else 0.0, 2), f"{predicted:.2f}")
+        peers = (_number(peer_tokens, 0) or _NOT_RUN, peer)
+        ratio = _number(tokens / peer_tokens if peer_tokens else 0.0, 2)
+        which = name.removeprefix(STATIC).strip()
+        first = (case.setting, _label(case), *times, which, *gains)
+        body.append((*first, _number(tokens, 0), *peers, ratio))
     head = (
         "setting | case | planned, ms: | best static, ms: | which | gain: | predicted: "
         "| planned, tokens/s: | FSDP2 + Liger, tokens/s: | mode, rows per device "
@@ -145,20 +139,11 @@ def _predictions(progress: Progress) -> str:
             continue
         low, high = found["step_ms_min_max"]
         ms, gib = found["step_ms"], found["compiled_gib"]
-        measured_gib = found.get("measured_gib", 0.0)
-        body.append(
-            [
-                run.name,
-                f"{ms} ({low} - {high})",
-                found["steps"],
-                run.predicted_ms,
-                _number(run.predicted_ms / ms, 3),
-                gib,
-                _number(measured_gib, 2),
-                run.predicted_gib,
-                _number(run.predicted_gib / gib if gib else 0.0, 3),
-            ]
-        )
+        peak = _number(found.get("measured_gib", 0.0), 2)
+        time_ratio = _number(run.predicted_ms / ms, 3)
+        memory_ratio = _number(run.predicted_gib / gib if gib else 0.0, 3)
+        times = (f"{ms} ({low} - {high})", found["steps"], run.predicted_ms, time_ratio)
+        body.append((run.name, *times, gib, peak, run.predicted_gib, memory_ratio))
     head = (
         "run | measured ms (min - max): | steps: | predicted ms: | ratio: | "
         "compiled GiB: | measured peak GiB: | predicted GiB: | ratio:"
@@ -174,25 +159,21 @@ def _fillings(progress: Progress) -> str:
         nothing = fillings[ablations.NOTHING_KEPT]
         if nothing is None:
             continue
+        before_ms = progress.result(nothing).get("communication_ms", 0.0)
         for name, run in fillings.items():
             if run is None:
                 continue
-            found, base = progress.result(run), progress.result(nothing)
-            took = found.get("communication_ms", 0.0)
-            before = base.get("communication_ms", 0.0)
-            expected = run.predicted_communication_ms
-            body.append(
-                [
-                    f"{case.setting} {_label(case)}",
-                    name,
-                    _number(_ms(progress, run), 1) or _status(progress, run),
-                    _number(took, 1) or (_NOT_MEASURED if found else ""),
-                    _number(found.get("exposed_ms", 0.0), 1),
-                    _change(took, before),
-                    _change(expected, nothing.predicted_communication_ms),
-                    PAPER_FILLING[name],
-                ]
+            found = progress.result(run)
+            ms = _number(_ms(progress, run), 1) or _status(progress, run)
+            took_ms = found.get("communication_ms", 0.0)
+            took = _number(took_ms, 1) or (_NOT_MEASURED if found else "")
+            exposed = _number(found.get("exposed_ms", 0.0), 1)
+            predicted = _change(
+                run.predicted_communication_ms, nothing.predicted_communication_ms
             )
+            changes = (_change(took_ms, before_ms), predicted, PAPER_FILLING[name])
+            label = f"{case.setting} {_label(case)}"
+            body.append((label, name, ms, took, exposed, *changes))
     head = (
         "case | filled with | step ms: | communication ms: | exposed ms: | change: | "
         "predicted: | paper:"
@@ -216,17 +197,9 @@ def _tails(progress: Progress) -> str:
             _number(ms, 1) or _status(progress, run)
             for ms, run in zip(times, (without, tail), strict=True)
         ]
-        measured = f"{100 * (times[0] / times[1] - 1):+.0f} %" if all(times) else ""
-        predicted = 100 * (without.predicted_ms / tail.predicted_ms - 1)
-        body.append(
-            [
-                f"{case.setting} {_label(case)}",
-                *texts,
-                measured,
-                f"{predicted:+.0f} %",
-                PAPER_TAIL,
-            ]
-        )
+        changes = (_change(*times), _change(without.predicted_ms, tail.predicted_ms))
+        label = f"{case.setting} {_label(case)}"
+        body.append((label, *texts, *changes, PAPER_TAIL))
     head = "case | without, ms: | with, ms: | faster: | predicted: | paper, 70B:"
     note = "\nBoth without layer inputs on the host, which the paper does not have.\n"
     return tables.markdown(head, body) + note

@@ -92,15 +92,12 @@ class Progress:
 
     def state(self, run: Run) -> State:
         """Where a run stands."""
-        own = self.of(run)
-        events = [record.event for record in own]
-        if Event.DONE in events:
-            return State.DONE
-        if Event.FAILED in events:
-            return State.FAILED
-        if events.count(Event.STARTED) >= MOST_STARTS:
-            return State.CUT_OFF
-        return State.OPEN
+        events = [record.event for record in self.of(run)]
+        for event in (Event.DONE, Event.FAILED):
+            if event in events:
+                return State(event)
+        cut_off = events.count(Event.STARTED) >= MOST_STARTS
+        return State.CUT_OFF if cut_off else State.OPEN
 
     def result(self, run: Run) -> dict[str, Any]:
         """What was measured; empty if nothing was."""
@@ -163,20 +160,14 @@ def read(listed: RunList, folders: Iterable[pathlib.Path]) -> Progress:
     Raises:
       ConfigError: Events of another list.
     """
-    files: dict[str, pathlib.Path] = {}
-    for folder in folders:
-        for path in folder.glob(f"*{ENDING}"):
-            known = files.setdefault(path.name, path)
-            if path.stat().st_size > known.stat().st_size:
-                files[path.name] = path
-    return Progress(
-        listed=listed,
-        records=tuple(
-            record
-            for name in sorted(files)
-            for record in events(files[name], listed.digest)
-        ),
-    )
+    largest: dict[str, pathlib.Path] = {}
+    for path in (path for folder in folders for path in folder.glob(f"*{ENDING}")):
+        known = largest.setdefault(path.name, path)
+        if path.stat().st_size > known.stat().st_size:
+            largest[path.name] = path
+    files = [path for _, path in sorted(largest.items())]
+    found = (record for path in files for record in events(path, listed.digest))
+    return Progress(listed=listed, records=tuple(found))
 
 
 def events(path: pathlib.Path, digest: str) -> list[Record]:
