@@ -12,7 +12,7 @@ import itertools
 import pathlib
 import statistics
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
@@ -24,9 +24,11 @@ from mtuner_jax.planning.costs.timelines import Timeline
 from mtuner_jax.planning.searching.static_plans import Static
 from mtuner_jax.settings import programs
 from scripts import planning_inputs
+from scripts.benchmarks import grids
 
 OUTPUT = "docs/benchmarks/predicted-pcie8.md"
 PLAIN = "fsdp"
+MESH = meshes.PRESETS["pcie8"]
 # What the mTuner paper reports of this machine.
 PAPER = {
     "gain": "28.3 % on average, 51.2 % at most, over DeepSpeed",
@@ -76,19 +78,13 @@ gain is what recomputing less wins.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GainsConfig:
+class GainsConfig(grids.GridConfig):
     """The steps of the document; without any flag, that of the repository.
 
     Attributes:
-      models: Shapes by name.
-      max_lengths: Tokens in a row.
-      global_batch_sizes: Rows in an optimizer step.
       output: The file to write; `-` prints it.
     """
 
-    models: tuple[str, ...] = ("llama2-7b", "llama2-13b", "llama2-30b", "llama2-70b")
-    max_lengths: tuple[int, ...] = (1024, 2048, 4096, 8192)
-    global_batch_sizes: tuple[int, ...] = (8, 32)
     output: str = OUTPUT
 
 
@@ -123,7 +119,7 @@ def main(argv: list[str]) -> int:
 
     def document(config: GainsConfig) -> None:
         found = []
-        for inputs in grid(config):
+        for inputs in grids.inputs(config, MESH, hardware=MESH.name):
             found.append(compared(inputs))
             print(line(found[-1]), file=sys.stderr, flush=True)
         command = " ".join(["python scripts/benchmarks/predicted_gains.py", *argv])
@@ -134,27 +130,6 @@ def main(argv: list[str]) -> int:
             pathlib.Path(config.output).write_text(text, encoding="utf-8")
 
     return programs.run(argv, GainsConfig, document, description=__doc__)
-
-
-def grid(config: GainsConfig) -> Iterator[planning_inputs.Inputs]:
-    """The steps that are asked for.
-
-    Raises:
-      ConfigError: An unknown model, or a length or batch below 1.
-    """
-    for model, length, rows in itertools.product(
-        config.models, config.max_lengths, config.global_batch_sizes
-    ):
-        yield planning_inputs.make(
-            planning_inputs.shape(model),
-            planning_inputs.Request(
-                name=model,
-                mesh=meshes.PRESETS["pcie8"],
-                global_batch_size=rows,
-                max_length=length,
-                hardware="pcie8",
-            ),
-        )
 
 
 def compared(inputs: planning_inputs.Inputs) -> Comparison:

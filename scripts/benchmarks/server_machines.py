@@ -11,6 +11,7 @@ from mtuner_jax.devices import meshes
 from mtuner_jax.hardware import machines
 from mtuner_jax.hardware.machines import Hardware
 from scripts import planning_inputs
+from scripts.benchmarks import grids
 from scripts.benchmarks.run_lists import Setting
 
 SLOW, FAST = "slow", "fast"
@@ -20,7 +21,7 @@ BUDGET_SHARE = 0.97
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ListConfig:
+class ListConfig(grids.GridConfig):
     """What a comparison covers.
 
     Attributes:
@@ -28,9 +29,6 @@ class ListConfig:
       devices: GPUs of the server: 2, 4, 8, ...
       platform: `gpu`, or `cpu` for a rehearsal.
       settings: `slow`, `fast` or both.
-      models: Shapes, the largest last.
-      max_lengths: Tokens in a row.
-      global_batch_sizes: Rows in an optimizer step.
       tail_rows: Rows per device to try tails with.
       slow_cap: GiB per device on the slow link; 0 for none.
       fast_cap: GiB per device on the fast link; 0 for none.
@@ -45,8 +43,6 @@ class ListConfig:
     devices: int = 8
     platform: str = "gpu"
     settings: tuple[str, ...] = (SLOW, FAST)
-    models: tuple[str, ...] = ("llama2-7b", "llama2-13b", "llama2-30b", "llama2-70b")
-    max_lengths: tuple[int, ...] = (1024, 2048, 4096, 8192)
     global_batch_sizes: tuple[int, ...] = (8, 32, 128)
     tail_rows: tuple[int, ...] = (14, 16)
     slow_cap: float = 40.0

@@ -100,15 +100,8 @@ class _Lister:
     def cases(self) -> tuple[list[PlannedCase], list[tuple[str, str]]]:
         """The cases that have a plan, and (case, reason) of those that have none."""
         config, planned, unplanned = self.config, [], []
-        for case in itertools.starmap(
-            Case,
-            itertools.product(
-                config.settings,
-                config.models,
-                config.max_lengths,
-                config.global_batch_sizes,
-            ),
-        ):
+        for setting, cell in itertools.product(config.settings, config.cells()):
+            case = Case(setting, *cell)
             place = self.place(case)
             try:
                 planned.append(planned_cases.make(case, place))

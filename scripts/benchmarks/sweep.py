@@ -13,7 +13,6 @@ All figures are predictions of the cost model.
 import concurrent.futures
 import dataclasses
 import functools
-import itertools
 import json
 import math
 import multiprocessing
@@ -30,10 +29,11 @@ from mtuner_jax.devices import meshes
 from mtuner_jax.hardware.machines import Hardware, Link
 from mtuner_jax.planning import plans
 from mtuner_jax.planning.costs import passes
+from mtuner_jax.planning.plans import Plan
 from mtuner_jax.planning.searching import search, static_plans
 from mtuner_jax.settings import cli, programs
 from scripts import planning_inputs
-from scripts.benchmarks import mechanisms, phase_plots
+from scripts.benchmarks import grids, mechanisms, phase_plots
 
 # Less is within what the cost model is wrong by; nothing counts as won below it.
 LEAST_GAIN = 1.02
@@ -42,13 +42,10 @@ DRAWN_ALONE = ("bwd_keep", "tail")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SweepConfig:
+class SweepConfig(grids.GridConfig):
     """The grid of a sweep.
 
     Attributes:
-      models: Shapes by name.
-      max_lengths: Tokens in a row.
-      global_batch_sizes: Rows in an optimizer step.
       budgets: GiB per device.
       links: GB/s received over the slowest axis; the other links are scaled alike.
       mesh: As in train.py.
@@ -158,29 +155,14 @@ def panels(config: SweepConfig) -> Iterator[Panel]:
       ConfigError: An unknown model, mesh or machine.
     """
     mesh = meshes.parse(config.mesh, num_devices=0)
-    for model, length, rows, link in itertools.product(
-        config.models,
-        config.max_lengths,
-        config.global_batch_sizes,
-        config.links,
-    ):
-        inputs = planning_inputs.make(
-            planning_inputs.shape(model),
-            planning_inputs.Request(
-                name=model,
-                mesh=mesh,
-                global_batch_size=rows,
-                max_length=length,
-                hardware=config.hardware,
-            ),
-        )
-        yield Panel(
-            inputs=dataclasses.replace(
-                inputs, hardware=with_link(inputs.hardware, link * 1e9)
-            ),
-            budgets=tuple(sorted(config.budgets)),
-            link_gb_s=link,
-        )
+    for inputs in grids.inputs(config, mesh, hardware=config.hardware):
+        for link in config.links:
+            hardware = with_link(inputs.hardware, link * 1e9)
+            yield Panel(
+                inputs=dataclasses.replace(inputs, hardware=hardware),
+                budgets=tuple(sorted(config.budgets)),
+                link_gb_s=link,
+            )
 
 
 def with_link(hardware: Hardware, bytes_per_s: float) -> Hardware:
@@ -204,34 +186,28 @@ def with_link(hardware: Hardware, bytes_per_s: float) -> Hardware:
 
 def cells(panel: Panel) -> list[dict[str, Any]]:
     """Records of a panel's cells, smallest budget first."""
-    workload, hardware = panel.inputs.workload, panel.inputs.hardware
+    workload = panel.inputs.workload
     searchers: dict[str, mechanisms.Without] = {}
     records = []
     for budget_gib in panel.budgets:
-        budget_bytes = int(budget_gib * 2**30)
-        inputs = dataclasses.replace(panel.inputs, budget_bytes=budget_bytes)
+        place = dataclasses.replace(panel.inputs, budget_bytes=int(budget_gib * 2**30))
         record: dict[str, Any] = {
             "model": workload.model,
             "max_length": workload.max_length,
             "global_batch_size": workload.global_batch_size,
-            "mesh_sizes": inputs.mesh_sizes,
-            "hardware": hardware.name,
+            "mesh_sizes": place.mesh_sizes,
+            "hardware": place.hardware.name,
             "link_gb_s": panel.link_gb_s,
             "budget_gib": budget_gib,
         }
         try:
-            found = search.fastest(
-                workload,
-                hardware,
-                mesh_sizes=inputs.mesh_sizes,
-                budget_bytes=budget_bytes,
-            )
+            found = search.fastest(**vars(place))
         except ConfigError as error:  # nothing else is wrong with checked inputs
             reason = {"status": phase_plots.NOTHING_FITS, "reason": str(error)}
             records.append(record | reason)
             continue
-        record |= priced(found) | against_static(inputs, found)
-        record |= attribution(inputs, found, searchers)
+        record |= priced(found) | against_static(place, found)
+        record |= attribution(place, found.plan, searchers)
         records.append(record | {"winner": winner(record)})
     return records
 
@@ -252,15 +228,10 @@ def priced(found: search.Found) -> dict[str, Any]:
 
 
 def against_static(
-    inputs: planning_inputs.Inputs, found: search.Found
+    place: planning_inputs.Inputs, found: search.Found
 ) -> dict[str, Any]:
     """The best static setting and the gain over it."""
-    statics = static_plans.best(
-        inputs.workload,
-        inputs.hardware,
-        mesh_sizes=inputs.mesh_sizes,
-        budget_bytes=inputs.budget_bytes,
-    )
+    statics = static_plans.best(**vars(place))
     fitting = [static for static in statics if static.plan is not None]
     if not fitting:
         return {"status": phase_plots.ONLY_PLANNED, "static": "", "gain": None}
@@ -274,37 +245,34 @@ def against_static(
 
 
 def attribution(
-    inputs: planning_inputs.Inputs,
-    found: search.Found,
+    place: planning_inputs.Inputs,
+    plan: Plan,
     searchers: dict[str, mechanisms.Without],
 ) -> dict[str, Any]:
     """Which mechanisms a plan uses, and what its step takes without each.
 
     Args:
-      inputs: Workload, machine, mesh and budget.
-      found: The fastest plan.
+      place: Workload, machine, mesh and budget.
+      plan: The fastest plan.
       searchers: Searches by mechanism, made when first needed; they serve any budget.
 
     Returns:
       Shares of layers by mechanism; seconds without it, None where nothing fits.
     """
-    shares = {name: m.share(found.plan) for name, m in mechanisms.ALL.items()}
+    shares = {name: m.share(plan) for name, m in mechanisms.ALL.items()}
     used = {name: share for name, share in shares.items() if share > 0}
-    without_s: dict[str, float | None] = {}
+    without_s: dict[str, float | None] = dict.fromkeys(used)
     for name in used:
         if name not in searchers:
             searchers[name] = mechanisms.Without(
                 mechanisms.ALL[name],
-                workload=inputs.workload,
-                hardware=inputs.hardware,
-                mesh_sizes=inputs.mesh_sizes,
+                workload=place.workload,
+                hardware=place.hardware,
+                mesh_sizes=place.mesh_sizes,
             )
-        left = searchers[name].fitting(inputs.budget_bytes)
-        without_s[name] = (
-            None
-            if left is None
-            else passes.step_s(left, inputs.workload, inputs.hardware)
-        )
+        left = searchers[name].fitting(place.budget_bytes)
+        if left is not None:
+            without_s[name] = passes.step_s(left, place.workload, place.hardware)
     return {"used": used, "without_s": without_s}
 
 
@@ -342,26 +310,26 @@ def draw(folder: pathlib.Path) -> None:
       ConfigError: No cells there.
     """
     path = folder / "cells.jsonl"
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file; run without --draw_only first")
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    if not records:
-        raise ConfigError(f"{path}: no cells; run without --draw_only first")
+    text = path.read_text() if path.is_file() else ""
+    if not text:
+        found = "no cells" if path.is_file() else "no such file"
+        raise ConfigError(f"{path}: {found}; run without --draw_only first")
+    records = [json.loads(line) for line in text.splitlines()]
     where = f"({records[0]['hardware']}, links scaled; predicted by the cost model)"
     titles = {name: m.title for name, m in mechanisms.ALL.items()}
-    phase_plots.write_factors(
-        folder / "gain.png",
-        records,
-        factor=lambda record: record["gain"],
-        title=f"Planned step against the best static setting\n{where}",
-        label="best static setting's step / planned step",
-    )
     phase_plots.write_winners(
         folder / "mechanisms.png",
         records,
         names=titles,
         title="The mechanism that the planned step needs most, and how many times\n"
         f"longer it takes without {where}",
+    )
+    phase_plots.write_factors(
+        folder / "gain.png",
+        records,
+        factor=lambda record: record["gain"],
+        title=f"Planned step against the best static setting\n{where}",
+        label="best static setting's step / planned step",
     )
     for name in DRAWN_ALONE:
         phase_plots.write_factors(
