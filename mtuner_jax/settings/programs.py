@@ -36,18 +36,12 @@ def run(
       The exit code.
     """
 
-    def parsed() -> int | None:
-        return do(
-            cli.parse(
-                argv, config_type, description=description or "", positional=positional
-            )
-        )
-
-    return guarded(parsed)
+    options = {"description": description or "", "positional": positional}
+    return guarded(lambda: do(cli.parse(argv, config_type, **options)))
 
 
 def guarded(do: Callable[[], int | None]) -> int:
-    """Calls `do` and returns its exit code; an error of the user's is printed, 2."""
+    """Calls `do`; returns its exit code, or prints a ConfigError and returns 2."""
     try:
         return do() or 0
     except ConfigError as error:
