@@ -3,7 +3,7 @@
 Started by `server_runs.py run`, which sets the environment that NCCL and XLA read.
 """
 
-import argparse
+import dataclasses
 import gc
 import pathlib
 import sys
@@ -16,39 +16,53 @@ import jax
 
 from mtuner_jax.calibration import benches, sections
 from mtuner_jax.configs import ConfigError
+from mtuner_jax.settings import programs
 from scripts import bench, calibrate
-from scripts.benchmarks import run_lists, run_records, server_plan
+from scripts.benchmarks import run_lists, run_records, server_machines
 from scripts.benchmarks.run_lists import Kind, Run, RunList
 from scripts.benchmarks.run_records import Event
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Flags, as `server_runs.py` gives them."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=pathlib.Path, required=True)
-    parser.add_argument("--output", type=pathlib.Path, required=True, help="JSON lines")
-    parser.add_argument("--results", type=pathlib.Path, nargs="+", required=True)
-    parser.add_argument("--until", type=float, required=True, help="Unix time")
-    parser.add_argument("--runs", nargs="+", required=True, help="names")
-    return parser.parse_args(argv)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeasureConfig:
+    """What this process measures, as `server_calls` tells it.
+
+    Attributes:
+      folder: Of the list.
+      output: JSON lines to append to.
+      results: Folders with what was measured so far.
+      until: Unix time by which everything ends.
+      runs: Names.
+    """
+
+    folder: str = ""
+    output: str = ""
+    results: tuple[str, ...] = ()
+    until: float = 0.0
+    runs: tuple[str, ...] = ()
 
 
 def main(argv: list[str]) -> int:
+    """Measures; returns the exit code."""
+    return programs.run(argv, MeasureConfig, measure, description=__doc__)
+
+
+def measure(config: MeasureConfig) -> None:
     """Runs what fits into the time; a run that fails does not end the others."""
-    args = parse(argv)
-    listed = run_lists.read(args.folder)
-    writer = run_records.Writer(args.output, listed)
-    runs = [listed.named(name) for name in args.runs]
-    place = bench.start(bench.parse_args(_flags(runs[0], listed, args.folder)))
+    folder = pathlib.Path(config.folder)
+    listed = run_lists.read(folder)
+    writer = run_records.Writer(pathlib.Path(config.output), listed)
+    runs = [listed.named(name) for name in config.runs]
+    place = bench.start(bench.parse_args(_flags(runs[0], listed, folder)))
     peak_gib = 0.0
     for run in runs:
-        progress = run_records.read(listed, args.results)
-        if time.time() + progress.expected_s(run) > args.until:
+        progress = run_records.read(listed, map(pathlib.Path, config.results))
+        if time.time() + progress.expected_s(run) > config.until:
             print(f"{run.name}: no time left for it", flush=True)
             continue
         writer.write(run, Event.STARTED)
         started = time.monotonic()
-        result, error = _measured(run, listed, args.folder, place)
+        result, error = _measured(run, listed, folder, place)
         seconds = round(time.monotonic() - started, 1)
         if error:
             writer.write(run, Event.FAILED, error=error, seconds=seconds)
@@ -58,7 +72,6 @@ def main(argv: list[str]) -> int:
         if highest > peak_gib:
             result["measured_gib"] = peak_gib = highest
         writer.write(run, Event.DONE, result=result, seconds=seconds)
-    return 0
 
 
 def _measured(
@@ -102,7 +115,7 @@ def _flags(run: Run, listed: RunList, folder: pathlib.Path) -> list[str]:
     flags = [*run.arguments, "--mesh", listed.mesh, "--platform", listed.platform]
     if run.kind is Kind.LINKS:
         return [*flags, "--random_init"]
-    machine = folder / server_plan.machine_file(run.setting)
+    machine = folder / server_machines.machine_file(run.setting)
     return [*flags, "--plan", str(folder / run.plan), "--hardware", str(machine)]
 
 
