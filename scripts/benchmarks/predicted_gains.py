@@ -17,13 +17,14 @@ from collections.abc import Iterable, Iterator, Sequence
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
+from models import llama_family
 from mtuner_jax.configs import ConfigError
 from mtuner_jax.devices import meshes
 from mtuner_jax.planning import reports
 from mtuner_jax.planning.costs import timelines
 from mtuner_jax.planning.costs.timelines import Timeline
 from mtuner_jax.planning.searching.static_plans import Static
-from scripts import planning_inputs
+from mtuner_jax.runs import opening, pricing, requests
 
 BAD_INPUT = 2
 OUTPUT = "docs/benchmarks/predicted-pcie8.md"
@@ -151,7 +152,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def grid(arguments: argparse.Namespace) -> Iterator[planning_inputs.Inputs]:
+def grid(arguments: argparse.Namespace) -> Iterator[requests.PlanningInputs]:
     """The steps that are asked for.
 
     Raises:
@@ -160,9 +161,9 @@ def grid(arguments: argparse.Namespace) -> Iterator[planning_inputs.Inputs]:
     for model, length, rows in itertools.product(
         arguments.models, arguments.max_lengths, arguments.global_batch_sizes
     ):
-        yield planning_inputs.make(
-            planning_inputs.shape(model),
-            planning_inputs.Request(
+        yield requests.make(
+            opening.shape(llama_family.FAMILY, model),
+            requests.StepRequest(
                 name=model,
                 mesh=meshes.PRESETS["pcie8"],
                 global_batch_size=rows,
@@ -172,13 +173,13 @@ def grid(arguments: argparse.Namespace) -> Iterator[planning_inputs.Inputs]:
         )
 
 
-def cell(inputs: planning_inputs.Inputs) -> Cell:
+def cell(inputs: requests.PlanningInputs) -> Cell:
     """Plans a step and compares it.
 
     Raises:
       ConfigError: No plan fits.
     """
-    report = planning_inputs.search_plan(inputs)
+    report = pricing.search_plan(inputs)
     plain = next(static for static in report.statics if static.name == PLAIN)
     return Cell(
         report=report,

@@ -4,7 +4,6 @@ Started by `server_runs.py run`, which sets the environment that NCCL and XLA re
 """
 
 import argparse
-import gc
 import pathlib
 import sys
 import time
@@ -16,8 +15,10 @@ import jax
 
 from mtuner_jax.calibration import sections
 from mtuner_jax.configs import ConfigError
-from scripts import bench, calibrate
-from scripts.benchmarks import run_lists, run_records, server_plan
+from mtuner_jax.devices import starting
+from mtuner_jax.devices.starting import StartedDevices
+from scripts import calibrate
+from scripts.benchmarks import run_lists, run_records, server_plan, step_benches
 from scripts.benchmarks.run_lists import Kind, Run, RunList
 from scripts.benchmarks.run_records import Event
 
@@ -39,7 +40,9 @@ def main(argv: list[str]) -> int:
     listed = run_lists.read(args.folder)
     writer = run_records.Writer(args.output, listed)
     runs = [listed.named(name) for name in args.runs]
-    place = bench.start(bench.parse_args(_flags(runs[0], listed, args.folder)))
+    first = step_benches.parse(_flags(runs[0], listed, args.folder))
+    devices = starting.start(first.mesh, first.platform)
+    print(devices.lines[0])
     peak_gib = 0.0
     for run in runs:
         progress = run_records.read(listed, args.results)
@@ -48,7 +51,7 @@ def main(argv: list[str]) -> int:
             continue
         writer.write(run, Event.STARTED)
         started = time.monotonic()
-        result, error = _measured(run, listed, args.folder, place)
+        result, error = _measured(run, listed, args.folder, devices)
         seconds = round(time.monotonic() - started, 1)
         if error:
             writer.write(run, Event.FAILED, error=error, seconds=seconds)
@@ -62,37 +65,35 @@ def main(argv: list[str]) -> int:
 
 
 def _measured(
-    run: Run, listed: RunList, folder: pathlib.Path, place: bench.Place
+    run: Run, listed: RunList, folder: pathlib.Path, devices: StartedDevices
 ) -> tuple[dict[str, Any], str]:
     """(what was measured, why nothing was); frees what the run used."""
     result, text = {}, ""
     try:
         if run.kind is Kind.LINKS:
-            result = links(place)
+            result = links(devices)
         else:
-            args = bench.parse_args(_flags(run, listed, folder))
-            result = bench.measure(args, place)
+            config = step_benches.parse(_flags(run, listed, folder))
+            result = step_benches.measure(config, devices)
     except sections.FAILURES as error:
         text = f"{type(error).__name__}: {error}"
-    jax.clear_caches()
-    gc.collect()
+    step_benches.free()
     return result, text
 
 
-def links(place: bench.Place) -> dict[str, Any]:
+def links(devices: StartedDevices) -> dict[str, Any]:
     """Gathers over each axis and all faster ones, that is at each local ratio.
 
     Raises:
       ConfigError: They failed.
     """
-    where = calibrate.bench_on(place.mesh, memory_fraction=place.memory_fraction)
+    where = calibrate.bench_on(devices.mesh, memory_fraction=devices.memory_fraction)
     (section,) = sections.sections(where, ["links"])
     if section.error:
         raise ConfigError(section.error)
-    device = place.mesh.devices.flat[0].device_kind
     return {
         "axes": section.details,
-        "device": f"{place.mesh.size} x {device}",
+        "device": f"{devices.mesh.size} x {devices.device_kind}",
         "versions": f"jax {jax.__version__}",
     }
 

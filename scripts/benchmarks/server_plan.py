@@ -11,6 +11,7 @@ import pathlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from models import llama_family
 from mtuner_jax.configs import ConfigError
 from mtuner_jax.devices import meshes
 from mtuner_jax.hardware import machines
@@ -19,7 +20,7 @@ from mtuner_jax.planning import plans
 from mtuner_jax.planning.costs import forecasts, timelines
 from mtuner_jax.planning.plans import Plan
 from mtuner_jax.planning.searching import search, static_plans
-from scripts import planning_inputs
+from mtuner_jax.runs import opening, requests
 from scripts.benchmarks import ablations, peer_runs, run_lists
 from scripts.benchmarks.run_lists import Kind, Run, RunList, Setting
 
@@ -145,7 +146,7 @@ def machine(args: argparse.Namespace, mesh: meshes.MeshSpec, setting: str) -> Ha
         name = machines.name_for("NVIDIA H200", count, environ=slow)
     found = machines.find(name, mesh_sizes=mesh.sizes, mesh=mesh.name)
     pool_bytes = int(_pool_gib(args, setting, found) * 2**30)
-    if not planning_inputs.LEAST_BUDGET_BYTES <= pool_bytes <= found.memory_bytes:
+    if not requests.LEAST_BUDGET_BYTES <= pool_bytes <= found.memory_bytes:
         raise ConfigError(
             f"{setting}_cap={pool_bytes / 2**30:g} GiB per device: {found.device} has "
             f"{found.memory_bytes / 2**30:.1f}; from 1/16 to that, or 0 for no cap"
@@ -195,11 +196,11 @@ def _cell(case, place: ablations.Place) -> Cell:
 
 def _place(args, mesh, machines, case) -> ablations.Place:
     setting, model, max_length, rows = case
-    config = planning_inputs.shape(model)
+    shape = opening.shape(llama_family.FAMILY, model)
     if args.layers:
-        config = dataclasses.replace(config, num_layers=args.layers)
+        shape = shape.with_layers(args.layers)
     on_cpu = args.platform == "cpu"
-    request = planning_inputs.Request(
+    request = requests.StepRequest(
         name=model,
         mesh=mesh,
         global_batch_size=rows,
@@ -207,7 +208,7 @@ def _place(args, mesh, machines, case) -> ablations.Place:
         dtype="float32" if on_cpu else "bfloat16",
         attention="xla" if on_cpu else "cudnn",
     )
-    inputs = planning_inputs.make(config, request)
+    inputs = requests.make(shape, request)
     return ablations.Place(
         workload=inputs.workload,
         hardware=machines[setting],

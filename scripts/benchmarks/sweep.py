@@ -26,13 +26,14 @@ from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
+from models import llama_family
 from mtuner_jax.configs import ConfigError
 from mtuner_jax.devices import meshes
 from mtuner_jax.hardware.machines import Hardware, Link
 from mtuner_jax.planning import plans
 from mtuner_jax.planning.costs import passes
 from mtuner_jax.planning.searching import search, static_plans
-from scripts import planning_inputs
+from mtuner_jax.runs import opening, requests
 from scripts.benchmarks import mechanisms, phase_plots
 
 BAD_INPUT = 2
@@ -60,7 +61,7 @@ class Panel:
         are scaled alike.
     """
 
-    inputs: planning_inputs.Inputs
+    inputs: requests.PlanningInputs
     budgets: tuple[float, ...]
     link_gb_s: float
 
@@ -149,9 +150,9 @@ def panels(arguments: argparse.Namespace) -> Iterator[Panel]:
         arguments.global_batch_sizes,
         arguments.links,
     ):
-        inputs = planning_inputs.make(
-            planning_inputs.shape(model),
-            planning_inputs.Request(
+        inputs = requests.make(
+            opening.shape(llama_family.FAMILY, model),
+            requests.StepRequest(
                 name=model,
                 mesh=mesh,
                 global_batch_size=rows,
@@ -237,7 +238,7 @@ def priced(found: search.Found) -> dict[str, Any]:
 
 
 def against_static(
-    inputs: planning_inputs.Inputs, found: search.Found
+    inputs: requests.PlanningInputs, found: search.Found
 ) -> dict[str, Any]:
     """The best static setting and the gain over it."""
     statics = static_plans.best(
@@ -259,7 +260,7 @@ def against_static(
 
 
 def attribution(
-    inputs: planning_inputs.Inputs,
+    inputs: requests.PlanningInputs,
     found: search.Found,
     searchers: dict[str, mechanisms.Without],
 ) -> dict[str, Any]:

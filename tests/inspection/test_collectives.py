@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 from models import llama
 from mtuner_jax.adapters import lora
 from mtuner_jax.devices import meshes
-from mtuner_jax.engines.elastic import steps
-from mtuner_jax.inspection import collectives, compile_only, hlo_programs
+from mtuner_jax.engines.elastic import engine, steps
+from mtuner_jax.inspection import collectives, hlo_programs
 from mtuner_jax.inspection.collectives import Collective
 from mtuner_jax.numbers import chunking
 from mtuner_jax.planning import plans
@@ -64,7 +64,7 @@ def segment(num_layers=3, rest=0, *, fwd=None, bwd=None, **settings):
 
 
 def trace(spec):
-    arguments = compile_only.abstract_arguments(
+    arguments = engine.abstract_arguments(
         spec, OPTIMIZER, max_length=TOKENS, dtype=jnp.float32
     )
     return steps.build_train(spec, OPTIMIZER).trace(*arguments)
@@ -418,7 +418,7 @@ COMPILED = {
 def test_compiled_step_moves_the_lowered_bytes_and_reuses_what_is_donated(name):
     segments, settings = COMPILED[name]
     spec = make_spec("2x2x2", segments, **settings)
-    arguments = compile_only.abstract_arguments(
+    arguments = engine.abstract_arguments(
         spec, OPTIMIZER, max_length=TOKENS, dtype=jnp.float32
     )
     traced = trace(spec)

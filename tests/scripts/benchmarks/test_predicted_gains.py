@@ -4,7 +4,7 @@ import pathlib
 import pytest
 
 from mtuner_jax.planning.costs import passes
-from scripts import planning_inputs
+from mtuner_jax.runs import requests
 from scripts.benchmarks import predicted_gains
 
 DOCUMENT = pathlib.Path(__file__).resolve().parents[3] / predicted_gains.OUTPUT
@@ -71,5 +71,5 @@ def test_a_plan_is_searched_for_the_papers_machine():
     (inputs,) = predicted_gains.grid(
         predicted_gains.parse([*FLAGS[:2], *FLAGS[3:], "--global_batch_sizes", "8"])
     )
-    assert isinstance(inputs, planning_inputs.Inputs)
+    assert isinstance(inputs, requests.PlanningInputs)
     assert (inputs.hardware.name, inputs.mesh_sizes) == ("pcie8", (2, 2, 2))
