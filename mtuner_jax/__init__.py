@@ -3,7 +3,8 @@
     import mtuner_jax as mt
     from models import llama_family
 
-    mt.plan(mt.PlanConfig(model="llama2-7b", mesh="pcie8"), llama_family.FAMILY, say=print)
+    asked = mt.PlanConfig(model="llama2-7b", mesh="pcie8")
+    mt.plan(asked, llama_family.FAMILY, say=print)
     mt.train(mt.RunConfig(mesh="2", max_steps=20), llama_family.FAMILY)
 
 A name is looked up when it is first used: importing the package stays cheap, and the
@@ -22,7 +23,7 @@ _HOMES = {
     "plan": "runs.plan_only",
     "train": "runs.lora",
 }
-__all__ = list(_HOMES)  # pyrefly: ignore
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
