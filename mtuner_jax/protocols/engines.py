@@ -18,14 +18,12 @@ State = Any
 
 
 class Engine(Protocol):
-    """Trains with one plan.
+    """Trains with one plan."""
 
-    Attributes:
-      program: What trains now, an object that is another one once it was compiled
-        anew; None before the first compilation.
-    """
-
-    program: object | None
+    @property
+    def program(self) -> object | None:
+        """What trains now: another object once it was compiled anew, None before."""
+        ...
 
     @property
     def devices(self) -> Sequence[jax.Device]:

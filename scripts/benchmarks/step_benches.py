@@ -236,10 +236,10 @@ def _make_plan(
         embedding=config.embedding,
         head=config.head,
     )
-    return plan if config.plan.endswith(".json") else _with_keeps(plan, config)
+    return plan if config.plan.endswith(".json") else with_keeps(plan, config)
 
 
-def _with_keeps(plan: Plan, config: BenchConfig) -> Plan:
+def with_keeps(plan: Plan, config: BenchConfig) -> Plan:
     """A static plan whose first layers keep weights and whose last ones are a tail."""
     (plain,) = plan.segments
     kept = config.kept_layers or plan.num_layers
