@@ -12,7 +12,7 @@ from mtuner_jax.configs import ConfigError, Platform, RunConfig
 from mtuner_jax.data import loading
 from mtuner_jax.devices import starting
 from mtuner_jax.engines import flops
-from mtuner_jax.hardware import peak_flops
+from mtuner_jax.hardware import cards
 from mtuner_jax.protocols.states import Params
 from mtuner_jax.runs import opening
 from mtuner_jax.runs.families import Family
@@ -182,7 +182,7 @@ def _rates(builder: EngineBuilder) -> metrics.Rates:
             num_adapter_weights=lora.num_parameters(model.adapters),
             tokens=builder.job.config.max_length,
         ),
-        peak_flops_per_s=peak_flops.peak_flops_per_s(devices.device_kind),
+        peak_flops_per_s=cards.peak_flops_per_s(devices.device_kind),
     )
 
 

@@ -13,7 +13,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 import jax
 
-from mtuner_jax.calibration import sections
+from mtuner_jax.calibration import benches, sections
 from mtuner_jax.configs import ConfigError
 from mtuner_jax.devices import starting
 from mtuner_jax.devices.starting import StartedDevices
@@ -75,7 +75,7 @@ def _measured(
         else:
             config = step_benches.parse(_flags(run, listed, folder))
             result = step_benches.measure(config, devices)
-    except sections.FAILURES as error:
+    except (RuntimeError, ConfigError) as error:  # XLA's errors are RuntimeErrors
         text = f"{type(error).__name__}: {error}"
     step_benches.free()
     return result, text
@@ -87,8 +87,12 @@ def links(devices: StartedDevices) -> dict[str, Any]:
     Raises:
       ConfigError: They failed.
     """
-    where = calibrate.bench_on(devices.mesh, memory_fraction=devices.memory_fraction)
-    (section,) = sections.sections(where, ["links"])
+    where = calibrate.bench_on(
+        devices.mesh,
+        benches.FULL if devices.on_gpu else benches.SMALL,
+        memory_fraction=devices.memory_fraction,
+    )
+    (section,) = sections.measure(where, ["links"])
     if section.error:
         raise ConfigError(section.error)
     return {
