@@ -16,14 +16,13 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import jax
 
-from models import llama, llama_configs
-from mtuner_jax.adapters import lora
+from models import llama_configs, llama_family
 from mtuner_jax.calibration import benches, calibrations, layers
 from mtuner_jax.configs import ConfigError, Platform
-from mtuner_jax.devices import starting
+from mtuner_jax.devices import meshes, starting
+from mtuner_jax.runs import requests
 from mtuner_jax.settings import cli
 from mtuner_jax.training import logs
-from scripts import sizing
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,8 +81,8 @@ def bench_on(
     mesh: jax.sharding.Mesh, sizes: benches.Sizes, *, memory_fraction: float
 ) -> benches.Bench:
     """Where and how it is measured, with a Llama's layer on started devices."""
-    attention = "xla" if mesh.devices.flat[0].platform == "cpu" else "cudnn"
-    shape = llama_configs.LlamaConfig(
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    config = llama_configs.LlamaConfig(
         vocab_size=128,
         hidden_size=sizes.hidden,
         intermediate_size=sizes.intermediate,
@@ -92,20 +91,21 @@ def bench_on(
         num_kv_heads=sizes.num_heads,
         head_dim=sizes.head_dim,
     )
-    model = llama.Llama(shape, attention_implementation=attention)
-    workload = sizing.workload(
-        shape,
-        lora.resolve(layers.LORA, model.linears(), num_layers=1),
+    request = requests.StepRequest(
         name="one layer",
-        rows=(1, sizes.row_tokens),
-        dtype="float32" if attention == "xla" else "bfloat16",
-        attention=attention,
+        mesh=meshes.parse("1"),
+        global_batch_size=1,
+        max_length=sizes.row_tokens,
+        lora=layers.LORA,
+        dtype="float32" if on_cpu else "bfloat16",
+        attention="xla" if on_cpu else "cudnn",
     )
+    layer = requests.resolve(llama_family.LlamaShape(config), request)
     return benches.Bench(
         mesh=mesh,
         sizes=sizes,
-        model=model,
-        workload=workload,
+        model=layer.decoder,
+        workload=layer.workload,
         memory_fraction=memory_fraction,
     )
 

@@ -10,37 +10,24 @@ import dataclasses
 import importlib.util
 import os
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
-from mtuner_jax.adapters import lora
 from mtuner_jax.configs import ConfigError
 from mtuner_jax.devices import meshes
 from mtuner_jax.engines import compiling
-from mtuner_jax.engines.elastic import steps
+from mtuner_jax.engines.elastic import engine, steps
 from mtuner_jax.engines.elastic.steps import StepSpec
 from mtuner_jax.hardware import boxes, cards
 from mtuner_jax.hardware.cards import Card
 from mtuner_jax.inspection import hlo_programs
-from mtuner_jax.protocols.states import Batch, Params, TrainState
-from mtuner_jax.weights import layouts
 
 _PLUGIN = "jax_plugins.xla_cuda12"
-
-
-class StepArguments(NamedTuple):
-    """A step's inputs as `jax.ShapeDtypeStruct` with shardings."""
-
-    state: TrainState
-    weights: Params
-    batch: Batch
-    arenas: steps.Arenas
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,49 +117,6 @@ def topology_mesh(card: Card, sizes: tuple[int, ...]) -> Mesh:
     return meshes.make(spec, devices)
 
 
-def abstract_arguments(
-    spec: StepSpec,
-    optimizer: optax.GradientTransformation,
-    *,
-    max_length: int,
-    dtype: Any,
-) -> StepArguments:
-    """The inputs of `steps.build_train`, without allocating any.
-
-    Args:
-      spec: The step.
-      optimizer: Its optimizer.
-      max_length: Tokens in a row (T).
-      dtype: Of the frozen weights.
-    """
-
-    def init():
-        adapters = lora.init(spec.adapters, jax.random.key(0))
-        return TrainState(adapters, optimizer.init(adapters), jnp.int32(0))
-
-    plan, mesh = spec.plan, spec.mesh
-
-    def rows():
-        shape = (plan.accumulation, plan.num_devices * plan.microbatch, max_length)
-        fields = {name: jnp.zeros(shape, jnp.int32) for name in Batch._fields}
-        return Batch(**{**fields, "weights": jnp.zeros(shape, jnp.float32)})
-
-    split_rows = NamedSharding(mesh, P(None, mesh.axis_names))
-    arenas = steps.abstract_arenas(spec, max_length=max_length, dtype=dtype)
-    return StepArguments(
-        state=jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=sharding
-            ),
-            jax.eval_shape(init),
-            steps.state_shardings(spec, optimizer),
-        ),
-        weights=layouts.layout(spec.model, plan, mesh, dtype=dtype),
-        batch=_placed(jax.eval_shape(rows), split_rows),
-        arenas=arenas,
-    )
-
-
 def compile_train(
     spec: StepSpec,
     optimizer: optax.GradientTransformation,
@@ -188,7 +132,9 @@ def compile_train(
       max_length: Tokens in a row (T).
       dtype: Of the frozen weights.
     """
-    arguments = abstract_arguments(spec, optimizer, max_length=max_length, dtype=dtype)
+    arguments = engine.abstract_arguments(
+        spec, optimizer, max_length=max_length, dtype=dtype
+    )
     step = steps.build_train(
         spec,
         optimizer,
@@ -261,10 +207,3 @@ def _found(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # its parent is missing
         return False
-
-
-def _placed(tree, sharding):
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        tree,
-    )

@@ -4,8 +4,9 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
+from models import llama_family
 from mtuner_jax.devices import meshes
-from scripts import planning_inputs
+from mtuner_jax.runs import opening, requests
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,18 +30,18 @@ class GridConfig:
 
 def inputs(
     config: GridConfig, mesh: meshes.MeshSpec, *, hardware: str
-) -> Iterator[planning_inputs.Inputs]:
+) -> Iterator[requests.PlanningInputs]:
     """What plans of each step are searched with.
 
     Raises:
       ConfigError: An unknown model or machine, or a length or batch below 1.
     """
     for model, length, rows in config.cells():
-        request = planning_inputs.Request(
+        request = requests.StepRequest(
             name=model,
             mesh=mesh,
             global_batch_size=rows,
             max_length=length,
             hardware=hardware,
         )
-        yield planning_inputs.make(planning_inputs.shape(model), request)
+        yield requests.make(opening.shape(llama_family.FAMILY, model), request)

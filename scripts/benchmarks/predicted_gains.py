@@ -22,8 +22,9 @@ from mtuner_jax.planning import reports
 from mtuner_jax.planning.costs import timelines
 from mtuner_jax.planning.costs.timelines import Timeline
 from mtuner_jax.planning.searching.static_plans import Static
+from mtuner_jax.runs import pricing
+from mtuner_jax.runs.requests import PlanningInputs
 from mtuner_jax.settings import programs
-from scripts import planning_inputs
 from scripts.benchmarks import grids
 
 OUTPUT = "docs/benchmarks/predicted-pcie8.md"
@@ -132,13 +133,13 @@ def main(argv: list[str]) -> int:
     return programs.run(argv, GainsConfig, document, description=__doc__)
 
 
-def compared(inputs: planning_inputs.Inputs) -> Comparison:
+def compared(inputs: PlanningInputs) -> Comparison:
     """Plans a step and compares it.
 
     Raises:
       ConfigError: No plan fits.
     """
-    report = planning_inputs.search_plan(inputs)
+    report = pricing.search_plan(inputs)
     plain = next(static for static in report.statics if static.name == PLAIN)
     return Comparison(
         report=report,

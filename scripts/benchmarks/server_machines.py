@@ -10,7 +10,7 @@ from mtuner_jax.configs import ConfigError
 from mtuner_jax.devices import meshes
 from mtuner_jax.hardware import machines
 from mtuner_jax.hardware.machines import Hardware
-from scripts import planning_inputs
+from mtuner_jax.runs import requests
 from scripts.benchmarks import grids
 from scripts.benchmarks.run_lists import Setting
 
@@ -89,7 +89,7 @@ def machine(config: ListConfig, mesh: meshes.MeshSpec, setting: str) -> Hardware
     most_gib = found.memory_bytes / 2**30
     cap_gib = getattr(config, f"{setting}_cap") or config.uncapped_fraction * most_gib
     pool_bytes = int(cap_gib * 2**30)
-    if not planning_inputs.LEAST_BUDGET_BYTES <= pool_bytes <= found.memory_bytes:
+    if not requests.LEAST_BUDGET_BYTES <= pool_bytes <= found.memory_bytes:
         raise ConfigError(
             f"{setting}_cap={pool_bytes / 2**30:g} GiB per device: {found.device} has "
             f"{most_gib:.1f}; from 1/16 to that, or 0 for no cap"

@@ -4,7 +4,6 @@ Started by `server_runs.py run`, which sets the environment that NCCL and XLA re
 """
 
 import dataclasses
-import gc
 import pathlib
 import sys
 import time
@@ -16,9 +15,11 @@ import jax
 
 from mtuner_jax.calibration import benches, sections
 from mtuner_jax.configs import ConfigError
+from mtuner_jax.devices import starting
+from mtuner_jax.devices.starting import StartedDevices
 from mtuner_jax.settings import programs
-from scripts import bench, calibrate
-from scripts.benchmarks import run_lists, run_records, server_machines
+from scripts import calibrate
+from scripts.benchmarks import run_lists, run_records, server_machines, step_benches
 from scripts.benchmarks.run_lists import Kind, Run, RunList
 from scripts.benchmarks.run_records import Event
 
@@ -53,7 +54,9 @@ def measure(config: MeasureConfig) -> None:
     listed = run_lists.read(folder)
     writer = run_records.Writer(pathlib.Path(config.output), listed)
     runs = [listed.named(name) for name in config.runs]
-    place = bench.start(bench.parse_args(_flags(runs[0], listed, folder)))
+    first = step_benches.parse(_flags(runs[0], listed, folder))
+    devices = starting.start(first.mesh, first.platform)
+    print(devices.lines[0])
     peak_gib = 0.0
     for run in runs:
         progress = run_records.read(listed, map(pathlib.Path, config.results))
@@ -62,7 +65,7 @@ def measure(config: MeasureConfig) -> None:
             continue
         writer.write(run, Event.STARTED)
         started = time.monotonic()
-        result, error = _measured(run, listed, folder, place)
+        result, error = _measured(run, listed, folder, devices)
         seconds = round(time.monotonic() - started, 1)
         if error:
             writer.write(run, Event.FAILED, error=error, seconds=seconds)
@@ -75,38 +78,38 @@ def measure(config: MeasureConfig) -> None:
 
 
 def _measured(
-    run: Run, listed: RunList, folder: pathlib.Path, place: bench.Place
+    run: Run, listed: RunList, folder: pathlib.Path, devices: StartedDevices
 ) -> tuple[dict[str, Any], str]:
     """(what was measured, why nothing was); frees what the run used."""
     result, text = {}, ""
     try:
         if run.kind is Kind.LINKS:
-            result = links(place)
+            result = links(devices)
         else:
-            args = bench.parse_args(_flags(run, listed, folder))
-            result = bench.measure(args, place)
+            config = step_benches.parse(_flags(run, listed, folder))
+            result = step_benches.measure(config, devices)
     except (RuntimeError, ConfigError) as error:  # XLA's errors are RuntimeErrors
         text = f"{type(error).__name__}: {error}"
-    jax.clear_caches()
-    gc.collect()
+    step_benches.free()
     return result, text
 
 
-def links(place: bench.Place) -> dict[str, Any]:
+def links(devices: StartedDevices) -> dict[str, Any]:
     """Gathers over each axis and all faster ones, that is at each local ratio.
 
     Raises:
       ConfigError: They failed.
     """
-    sizes = benches.FULL if place.on_gpu else benches.SMALL
-    where = calibrate.bench_on(place.mesh, sizes, memory_fraction=place.memory_fraction)
+    sizes = benches.FULL if devices.on_gpu else benches.SMALL
+    where = calibrate.bench_on(
+        devices.mesh, sizes, memory_fraction=devices.memory_fraction
+    )
     (section,) = sections.measure(where, ["links"])
     if section.error:
         raise ConfigError(section.error)
-    device = place.mesh.devices.flat[0].device_kind
     return {
         "axes": section.details,
-        "device": f"{place.mesh.size} x {device}",
+        "device": f"{devices.mesh.size} x {devices.device_kind}",
         "versions": f"jax {jax.__version__}",
     }
 

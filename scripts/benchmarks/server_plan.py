@@ -3,20 +3,20 @@
 The step `plan` of server_runs.py. Needs no GPU; the same request gives the same files.
 """
 
-import dataclasses
 import itertools
 import math
 import pathlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from models import llama_family
 from mtuner_jax.configs import ConfigError
 from mtuner_jax.devices import meshes
 from mtuner_jax.hardware import machines
 from mtuner_jax.planning import plans
 from mtuner_jax.planning.costs import forecasts, timelines
 from mtuner_jax.planning.plans import Plan
-from scripts import planning_inputs
+from mtuner_jax.runs import opening, requests
 from scripts.benchmarks import (
     ablations,
     peer_runs,
@@ -113,11 +113,11 @@ class _Lister:
 
     def place(self, case: Case) -> ablations.Place:
         """What plans of a case are made for."""
-        shape = planning_inputs.shape(case.model)
+        shape = opening.shape(llama_family.FAMILY, case.model)
         if self.config.layers:
-            shape = dataclasses.replace(shape, num_layers=self.config.layers)
+            shape = shape.with_layers(self.config.layers)
         on_cpu = self.config.platform == "cpu"
-        request = planning_inputs.Request(
+        request = requests.StepRequest(
             name=case.model,
             mesh=self.mesh,
             global_batch_size=case.global_batch_size,
@@ -125,7 +125,7 @@ class _Lister:
             dtype="float32" if on_cpu else "bfloat16",
             attention="xla" if on_cpu else "cudnn",
         )
-        inputs = planning_inputs.make(shape, request)
+        inputs = requests.make(shape, request)
         hardware = self.machines[case.setting]
         return ablations.Place(
             workload=inputs.workload,

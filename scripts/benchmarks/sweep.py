@@ -31,8 +31,8 @@ from mtuner_jax.planning import plans
 from mtuner_jax.planning.costs import passes
 from mtuner_jax.planning.plans import Plan
 from mtuner_jax.planning.searching import search, static_plans
+from mtuner_jax.runs.requests import PlanningInputs
 from mtuner_jax.settings import cli, programs
-from scripts import planning_inputs
 from scripts.benchmarks import grids, mechanisms, phase_plots
 
 # Less is within what the cost model is wrong by; nothing counts as won below it.
@@ -99,7 +99,7 @@ class Panel:
         are scaled alike.
     """
 
-    inputs: planning_inputs.Inputs
+    inputs: PlanningInputs
     budgets: tuple[float, ...]
     link_gb_s: float
 
@@ -227,9 +227,7 @@ def priced(found: search.Found) -> dict[str, Any]:
     }
 
 
-def against_static(
-    place: planning_inputs.Inputs, found: search.Found
-) -> dict[str, Any]:
+def against_static(place: PlanningInputs, found: search.Found) -> dict[str, Any]:
     """The best static setting and the gain over it."""
     statics = static_plans.best(**vars(place))
     fitting = [static for static in statics if static.plan is not None]
@@ -245,7 +243,7 @@ def against_static(
 
 
 def attribution(
-    place: planning_inputs.Inputs,
+    place: PlanningInputs,
     plan: Plan,
     searchers: dict[str, mechanisms.Without],
 ) -> dict[str, Any]:

@@ -4,8 +4,8 @@ import pathlib
 import pytest
 
 from mtuner_jax.planning.costs import passes
+from mtuner_jax.runs import requests
 from mtuner_jax.settings import cli
-from scripts import planning_inputs
 from scripts.benchmarks import grids, predicted_gains
 from scripts.benchmarks.predicted_gains import GainsConfig
 
@@ -76,5 +76,5 @@ def test_it_is_printed_for_a_dash_and_bad_input_is_an_error(capsys):
 def test_a_plan_is_searched_for_the_papers_machine():
     flags = [*FLAGS[:2], *FLAGS[3:], "--global_batch_sizes", "8"]
     (inputs,) = grid(flags)
-    assert isinstance(inputs, planning_inputs.Inputs)
+    assert isinstance(inputs, requests.PlanningInputs)
     assert (inputs.hardware.name, inputs.mesh_sizes) == ("pcie8", (2, 2, 2))

@@ -2,29 +2,30 @@ import math
 
 import pytest
 
-from models import llama, llama_sizes
+from models import llama_family, llama_sizes
 from mtuner_jax.adapters import lora
 from mtuner_jax.configs import LoraConfig
-from scripts import sizing
+from mtuner_jax.devices import meshes
+from mtuner_jax.runs import requests
+
+
+def resolve(name, lora_config):
+    request = requests.StepRequest(
+        name=name,
+        mesh=meshes.parse("pcie8"),
+        global_batch_size=8,
+        max_length=64,
+        lora=lora_config,
+        attention="xla",
+    )
+    return requests.resolve(llama_family.FAMILY.named()[name], request)
 
 
 @pytest.mark.parametrize("name", llama_sizes.SIZES)
 def test_workload_has_the_models_sizes(name):
     config = llama_sizes.SIZES[name]
-    model = llama.Llama(config)
-    adapters = lora.resolve(
-        LoraConfig(r=8, target_modules=("q_proj", "down_proj")),
-        model.linears(),
-        num_layers=model.num_layers,
-    )
-    workload = sizing.workload(
-        config,
-        adapters,
-        name=name,
-        rows=(8, 64),
-        dtype="bfloat16",
-        attention="xla",
-    )
+    resolved = resolve(name, LoraConfig(r=8, target_modules=("q_proj", "down_proj")))
+    workload, model = resolved.workload, resolved.decoder
     layer = workload.layer_weight_bytes // 2 + workload.replicated_layer_weights
     tables = (1 if config.tie_word_embeddings else 2) * workload.table_bytes // 2
     total = config.num_layers * layer + tables + config.hidden_size
@@ -32,21 +33,14 @@ def test_workload_has_the_models_sizes(name):
     shapes = model.shapes()["layers"]
     leaves = [math.prod(s[1:]) for leaf in shapes.values() for s in leaf.values()]
     assert layer == sum(leaves)
-    assert workload.num_adapter_weights == lora.num_parameters(adapters)
+    assert workload.num_adapter_weights == lora.num_parameters(resolved.adapters)
     assert workload.intermediate_size == config.intermediate_size
     assert workload.shape_name.endswith(" tied") == config.tie_word_embeddings
 
 
 def test_shapes_tell_models_of_as_many_layers_apart():
     names = {
-        name: sizing.workload(
-            llama_sizes.SIZES[name],
-            (),
-            name=name,
-            rows=(8, 64),
-            dtype="bfloat16",
-            attention="xla",
-        ).shape_name
+        name: resolve(name, LoraConfig()).workload.shape_name
         for name in ("llama2-7b", "llama3.1-8b")
     }
     assert names == {
