@@ -27,8 +27,10 @@ from mtuner_jax.configs import ConfigError, Platform
 from mtuner_jax.devices import detection, meshes, platforms
 from mtuner_jax.hardware import boxes, machines, peak_flops
 from mtuner_jax.planning import workloads
+from mtuner_jax.planning.axes import Axes
 from mtuner_jax.planning.costs import kernels
 from mtuner_jax.planning.plans import Saved
+from mtuner_jax.planning.sites import Site
 
 _RANK = 16
 
@@ -184,10 +186,12 @@ def layer_check(
         replicated_layer_weights=2 * sizes.hidden,
         max_length=sizes.row_tokens,
         global_batch_size=1,
-        element_bytes=jax.numpy.dtype(bench.dtype).itemsize,
-        cudnn_attention=bench.on_gpu,
+        weight_dtype=jax.numpy.dtype(bench.dtype).name,
+        activation_dtype=jax.numpy.dtype(bench.dtype).name,
+        attention="cudnn" if bench.on_gpu else "xla",
     )
-    forward_s, backward_s = kernels.layer(workload, described, Saved.LINEARS, rows=1)
+    site = Site(workload=workload, axes=Axes(data=(1,)), rows=1, merge_gathers=False)
+    forward_s, backward_s = kernels.layer(site, described, Saved.LINEARS)
     measured = (section.details["forward_s"], section.details["forward_and_backward_s"])
     lines = (
         f"layer of {sizes.row_tokens} tokens, {what}: {1e3 * here:.3f} ms measured, "

@@ -222,10 +222,10 @@ def read_plan(name: str, workload: Workload, mesh_sizes: tuple[int, ...]) -> Pla
             f"{workload.global_batch_size}; plan again, or --global_batch_size "
             f"{plan.rows}"
         )
-    if plan.weight_dtype != workload.dtype:
+    if plan.weight_dtype != workload.weight_dtype:
         raise ConfigError(
             f"plan {name} is for weights in {plan.weight_dtype}, not "
-            f"{workload.dtype}; --dtype {plan.weight_dtype}, or plan again"
+            f"{workload.weight_dtype}; --dtype {plan.weight_dtype}, or plan again"
         )
     return plan
 
@@ -262,10 +262,7 @@ def search_plan(inputs: Inputs) -> reports.Report:
         plan=found.plan,
         timeline=found.timeline,
         forecast=found.forecast,
-        binds=found.binds.value,
-        reason=found.reason,
-        num_scored=found.num_scored,
-        search_s=found.search_s,
+        found=found,
     )
     return compared(report)
 

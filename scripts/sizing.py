@@ -64,6 +64,7 @@ def workload(
         replicated_layer_weights=2 * width + biases,
         max_length=rows[1],
         global_batch_size=rows[0],
-        element_bytes=jnp.dtype(dtype).itemsize,
-        cudnn_attention=attention == "cudnn",
+        weight_dtype=jnp.dtype(dtype).name,
+        activation_dtype=jnp.dtype(dtype).name,
+        attention=attention,
     )

@@ -190,7 +190,7 @@ def with_link(hardware: Hardware, bytes_per_s: float) -> Hardware:
 def cells(panel: Panel) -> list[dict[str, Any]]:
     """Records of a panel's cells, smallest budget first."""
     workload, hardware = panel.inputs.workload, panel.inputs.hardware
-    searchers: dict[str, mechanisms.Without] = {}
+    searchers: dict[str, search.Searcher] = {}
     records = []
     for budget_gib in panel.budgets:
         budget_bytes = int(budget_gib * 2**30)
@@ -229,8 +229,6 @@ def priced(found: search.Found) -> dict[str, Any]:
         "tokens_per_s": played.tokens_per_s,
         "exposed_s": played.exposed_s,
         "total_bytes": found.forecast.total_bytes,
-        "binds": found.binds,
-        "reason": found.reason,
         "search_s": found.search_s,
         "plan": json.loads(plans.to_json(found.plan)),
     }
@@ -261,7 +259,7 @@ def against_static(
 def attribution(
     inputs: planning_inputs.Inputs,
     found: search.Found,
-    searchers: dict[str, mechanisms.Without],
+    searchers: dict[str, search.Searcher],
 ) -> dict[str, Any]:
     """Which mechanisms a plan uses, and what its step takes without each.
 
@@ -278,17 +276,17 @@ def attribution(
     without_s: dict[str, float | None] = {}
     for name in used:
         if name not in searchers:
-            searchers[name] = mechanisms.Without(
-                mechanisms.ALL[name],
-                workload=inputs.workload,
-                hardware=inputs.hardware,
+            searchers[name] = search.Searcher(
+                inputs.workload,
+                inputs.hardware,
                 mesh_sizes=inputs.mesh_sizes,
+                allowed=mechanisms.ALL[name].without,
             )
         left = searchers[name].fitting(inputs.budget_bytes)
         without_s[name] = (
             None
             if left is None
-            else passes.step_s(left, inputs.workload, inputs.hardware)
+            else passes.step_s(left.plan, inputs.workload, inputs.hardware)
         )
     return {"used": used, "without_s": without_s}
 
