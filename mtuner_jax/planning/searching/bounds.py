@@ -10,6 +10,7 @@ S sequences, N cases.
 """
 
 import dataclasses
+import itertools
 
 import numpy as np
 
@@ -112,21 +113,22 @@ class Bounds:
         """
         at = self.best_prices(task) if np.isfinite(limit_s) else []
         kept = self._promising(task, segments, limit_s, at)
-        grid = _Grid(len(kept), segments)
-        transient = grid.over(np.maximum, self.options.transient_O[kept])
-        room = task.room_bytes - np.maximum(transient, task.floor_bytes)
-        further = [grid.at(self._further_O[kept], place) for place in range(segments)]
-        left = room - grid.at(self._first_O[kept], 0) - sum(further[1:])
-        border_s = self._border_s(kept, grid)
-        bound_s = np.where(left < 0, np.inf, -np.inf)
+        sequences_GS = kept[self._below(kept, task, segments, limit_s, at)]
+        options = self.options
+        transient_S = options.transient_O[sequences_GS].max(axis=0)
+        room_S = task.room_bytes - np.maximum(transient_S, task.floor_bytes)
+        further_S = self._further_O[sequences_GS[1:]].sum(axis=0)
+        left_S = room_S - self._first_O[sequences_GS[0]] - further_S
+        border_s_S = options.ends_s(sequences_GS)
+        bound_s_S = np.where(left_S < 0, np.inf, -np.inf)
         for price in at:
-            paid_s_O = self._paid_s_O(price)[kept]
-            least_s = grid.over(np.minimum, paid_s_O)
-            every_s = grid.over(np.add, paid_s_O) + border_s
-            paid_s = (task.layers - segments) * least_s + every_s
-            bound_s = np.maximum(bound_s, paid_s - (price.peak + price.valley) * left)
-        below = np.nonzero(grid.different() & (room >= 0) & (bound_s < limit_s))
-        return kept[np.stack(below)], bound_s[below]
+            paid_s_GS = self._paid_s_O(price)[sequences_GS]
+            paid_s_S = (task.layers - segments) * paid_s_GS.min(axis=0)
+            paid_s_S = paid_s_S + paid_s_GS.sum(axis=0) + border_s_S
+            paid_s_S = paid_s_S - (price.peak + price.valley) * left_S
+            bound_s_S = np.maximum(bound_s_S, paid_s_S)
+        below_S = bound_s_S < limit_s
+        return sequences_GS[:, below_S], bound_s_S[below_S]
 
     def _promising(
         self, task: Task, segments: int, limit_s: float, at: list[Price]
@@ -144,15 +146,37 @@ class Bounds:
             kept_O &= least_s_VO.min(axis=0) < limit_s
         return np.flatnonzero(kept_O)
 
-    def _border_s(self, kept: np.ndarray, grid: "_Grid") -> np.ndarray:
-        """What borders cost, for all sequences of the options that are left."""
-        options = self.options
+    def _below(
+        self,
+        kept: np.ndarray,
+        task: Task,
+        segments: int,
+        limit_s: float,
+        at: list[Price],
+    ) -> np.ndarray:
+        """[G, S] sequences of what is kept whose coarse bound is below the limit.
+
+        It pays all layers but one of each segment at the cheapest option's price, so
+        that it is a sum over neighbouring places: few steps for all sequences there
+        are.
+        """
+        grid, options = _Grid(len(kept), segments), self.options
+        transient = grid.largest(options.transient_O[kept])
+        room = task.room_bytes - np.maximum(transient, task.floor_bytes)
+        below = grid.different() & (room >= 0)
         border_s_OP = options.border_s_OP[np.ix_(kept, kept)]
-        border_s = grid.at(options.start_s_O[kept], 0)
-        border_s = border_s + grid.at(options.end_s_O[kept], grid.length - 1)
-        for place in range(grid.length - 1):
-            border_s = border_s + grid.at(border_s_OP, place)
-        return border_s
+        for price in at:
+            total, paid_s_O = price.peak + price.valley, self._paid_s_O(price)
+            least_s = paid_s_O.min()
+            more_s_O = paid_s_O[kept] - least_s
+            first_s_O = options.start_s_O[kept] + total * self._first_O[kept]
+            behind_s_OP = border_s_OP + (total * self._further_O[kept] + more_s_O)
+            most_s = limit_s - task.layers * least_s + total * room
+            below &= (
+                grid.chained(first_s_O + more_s_O, behind_s_OP, options.end_s_O[kept])
+                < most_s
+            )
+        return np.stack(np.nonzero(below))
 
     def _room_V(self, task: Task) -> np.ndarray:
         """Bytes that are left to layers whose transients hold to a level."""
@@ -190,23 +214,27 @@ class _Grid:
     def __init__(self, number: int, length: int):
         self.number, self.length = number, length
 
-    def at(self, values: np.ndarray, place: int) -> np.ndarray:
-        """What depends on the option at a place, or on the pair from there on."""
-        after = self.length - place - values.ndim
-        return values.reshape((1,) * place + values.shape + (1,) * after)
+    def largest(self, values_O: np.ndarray) -> np.ndarray:
+        """The largest value of a sequence's options."""
+        found = values_O
+        for _ in range(1, self.length):
+            found = np.maximum(found[..., None], values_O)
+        return found
 
-    def over(self, ufunc: np.ufunc, values_O: np.ndarray) -> np.ndarray:
-        """Puts what depends on one option together over all places."""
-        result = self.at(values_O, 0)
-        for place in range(1, self.length):
-            result = ufunc(result, self.at(values_O, place))
-        return result
+    def chained(
+        self, first_O: np.ndarray, behind_OP: np.ndarray, last_O: np.ndarray
+    ) -> np.ndarray:
+        """Sums of a first option's value, one of each pair, and the last one's."""
+        if self.length == 1:
+            return first_O + last_O
+        if self.length == 2:
+            return first_O[:, None] + (behind_OP + last_O)
+        return (first_O[:, None] + behind_OP)[:, :, None] + (behind_OP + last_O)
 
     def different(self) -> np.ndarray:
         """Which sequences have no option twice."""
         places = np.indices((self.number,) * self.length, sparse=True)
         allowed = np.ones((self.number,) * self.length, bool)
-        for index, one in enumerate(places):
-            for two in places[index + 1 :]:
-                allowed &= one != two
+        for one, two in itertools.combinations(places, 2):
+            allowed &= one != two
         return allowed

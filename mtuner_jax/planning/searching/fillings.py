@@ -6,7 +6,6 @@ cannot beat a limit are left out by a bound (`bounds`); the others are looked at
 order of their bounds, until a bound is no better than what was found.
 """
 
-import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -97,7 +96,7 @@ class Filler:
         )
         segments, number = sequences_GS.shape
         self.scored += number * _compositions(task.layers, segments)
-        seconds_SC = found.seconds_SC + self._border_s_S(sequences_GS)[:, None]
+        seconds_SC = found.seconds_SC + self.options.ends_s(sequences_GS)[:, None]
         fits_SC = (found.counts_GSC > 0).all(axis=0)
         fits_SC &= found.bytes_SC <= room_S[:, None]
         seconds_SC = np.where(fits_SC, seconds_SC, np.inf)
@@ -114,15 +113,6 @@ class Filler:
             tuple(int(option) for option in sequences_GS[:, row]),
             tuple(int(count) for count in found.counts_GSC[:, row, column]),
         )
-
-    def _border_s_S(self, sequences_GS: np.ndarray) -> np.ndarray:
-        options = self.options
-        seconds_S = (
-            options.start_s_O[sequences_GS[0]] + options.end_s_O[sequences_GS[-1]]
-        )
-        for one_S, two_S in itertools.pairwise(sequences_GS):
-            seconds_S = seconds_S + options.border_s_OP[one_S, two_S]
-        return seconds_S
 
 
 def _compositions(layers: int, segments: int) -> int:

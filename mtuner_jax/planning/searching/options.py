@@ -72,6 +72,14 @@ class Options:
     def __len__(self) -> int:
         return len(self.segments)
 
+    def ends_s(self, sequences_GS: np.ndarray) -> np.ndarray:
+        """[S] seconds of where sequences begin, end, and go from one to another."""
+        first_S, last_S = sequences_GS[0], sequences_GS[-1]
+        seconds_S = self.start_s_O[first_S] + self.end_s_O[last_S]
+        for one_S, two_S in itertools.pairwise(sequences_GS):
+            seconds_S = seconds_S + self.border_s_OP[one_S, two_S]
+        return seconds_S
+
 
 def treatments(axes: Axes, allowed: Allowed = EVERYTHING) -> Iterator[SegmentPlan]:
     """All treatments that the engine can run, one layer each.
@@ -81,13 +89,13 @@ def treatments(axes: Axes, allowed: Allowed = EVERYTHING) -> Iterator[SegmentPla
     """
     levels = range(axes.lowest, axes.whole + 1)
     for saved, rest in itertools.product(Saved, levels):
-        for keeps in itertools.product(range(rest, axes.whole + 1), repeat=2):
-            for prefetch in _prefetches(keeps, axes):
+        for fwd, bwd in itertools.product(range(rest, axes.whole + 1), repeat=2):
+            for prefetch in _prefetches(min(fwd, bwd), axes):
                 segment = SegmentPlan(
                     num_layers=1,
                     rest_axes=rest,
-                    fwd_keep_axes=keeps[0],
-                    bwd_keep_axes=keeps[1],
+                    fwd_keep_axes=fwd,
+                    bwd_keep_axes=bwd,
                     saved=saved,
                     prefetch=prefetch,
                 )
@@ -157,10 +165,10 @@ def _options(
     )
 
 
-def _prefetches(keeps: tuple[int, int], axes: Axes) -> tuple[bool, ...]:
+def _prefetches(kept: int, axes: Axes) -> tuple[bool, ...]:
     if axes.lowest == axes.whole:
         return (False,)
-    return (True,) if min(keeps) < axes.whole else (False, True)
+    return (True,) if kept < axes.whole else (False, True)
 
 
 def _undominated(
