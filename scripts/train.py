@@ -22,7 +22,7 @@ from mtuner_jax.data import loading
 from mtuner_jax.devices import detection, meshes, platforms
 from mtuner_jax.engines import flops
 from mtuner_jax.engines.elastic import steps
-from mtuner_jax.hardware import peak_flops
+from mtuner_jax.hardware import cards
 from mtuner_jax.protocols.states import Params, TrainState
 from mtuner_jax.settings import cli
 from mtuner_jax.training import logs, loops, metrics, optimizers, reporters, run_dirs
@@ -263,9 +263,7 @@ def make_rates(
             num_adapter_weights=lora.num_parameters(spec.adapters),
             tokens=config.max_length,
         ),
-        peak_flops_per_s=peak_flops.peak_flops_per_s(
-            spec.mesh.devices.flat[0].device_kind
-        ),
+        peak_flops_per_s=cards.peak_flops_per_s(spec.mesh.devices.flat[0].device_kind),
     )
 
 

@@ -8,7 +8,7 @@ of it spent waiting for the batch, `peak_memory` the fullest device so far.
     mfu = flops_per_token * tokens / step_time / (devices * peak FLOP/s of a device)
 
 with the model's own operations in `flops_per_token` (no recomputation) and the peak
-of `peak_flops`; null where that is not known, as on CPUs.
+of `hardware/cards.py`; null where that is not known, as on CPUs.
 """
 
 import dataclasses

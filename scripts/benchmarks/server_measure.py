@@ -14,7 +14,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 import jax
 
-from mtuner_jax.calibration import sections
+from mtuner_jax.calibration import benches, sections
 from mtuner_jax.configs import ConfigError
 from scripts import bench, calibrate
 from scripts.benchmarks import run_lists, run_records, server_plan
@@ -72,7 +72,7 @@ def _measured(
         else:
             args = bench.parse_args(_flags(run, listed, folder))
             result = bench.measure(args, place)
-    except sections.FAILURES as error:
+    except (RuntimeError, ConfigError) as error:  # XLA's errors are RuntimeErrors
         text = f"{type(error).__name__}: {error}"
     jax.clear_caches()
     gc.collect()
@@ -85,8 +85,9 @@ def links(place: bench.Place) -> dict[str, Any]:
     Raises:
       ConfigError: They failed.
     """
-    where = calibrate.bench_on(place.mesh, memory_fraction=place.memory_fraction)
-    (section,) = sections.sections(where, ["links"])
+    sizes = benches.FULL if place.on_gpu else benches.SMALL
+    where = calibrate.bench_on(place.mesh, sizes, memory_fraction=place.memory_fraction)
+    (section,) = sections.measure(where, ["links"])
     if section.error:
         raise ConfigError(section.error)
     device = place.mesh.devices.flat[0].device_kind

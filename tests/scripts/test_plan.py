@@ -9,6 +9,7 @@ import pytest
 from models import llama_configs, llama_sizes
 from mtuner_jax.configs import LoraConfig
 from mtuner_jax.devices import meshes
+from mtuner_jax.hardware import machines
 from mtuner_jax.inspection import compile_only
 from mtuner_jax.planning import plans
 from scripts import plan, planning_inputs
@@ -196,11 +197,15 @@ def test_inputs_are_those_of_the_request():
     assert one.budget_bytes == one.hardware.budget_bytes
 
 
-def test_a_card_that_cannot_be_compiled_for_names_those_that_can(folder, capsys):
-    flags = ("--mesh", "rtx4090x8", "--verify")
+def test_a_card_that_cannot_be_compiled_for_names_those_that_can(
+    folder, tmp_path, capsys
+):
+    unknown = dataclasses.replace(machines.preset("pcie8"), device="NVIDIA B9")
+    machines.write(tmp_path / "b9.json", unknown)
+    flags = ("--mesh", "2x2x2", "--hardware", tmp_path / "b9.json", "--verify")
     assert run("--model", folder, *flags) == 2
     error = capsys.readouterr().err
-    assert re.search(r"no compile-only target for .*RTX 4090; .* NVIDIA A100", error)
+    assert re.search(r"no compile-only target for NVIDIA B9; .* NVIDIA A100", error)
 
 
 @pytest.mark.aot

@@ -7,6 +7,7 @@ import pytest
 from models import llama, llama_configs
 from mtuner_jax.engines import compiling
 from mtuner_jax.engines.elastic import steps
+from mtuner_jax.hardware import cards
 from mtuner_jax.inspection import compile_only
 from mtuner_jax.planning import plans
 from mtuner_jax.planning.plans import Saved
@@ -71,7 +72,7 @@ def host_bytes(*, prefetch):
     spec = steps.StepSpec(
         model=model,
         plan=plan,
-        mesh=compile_only.topology_mesh(compile_only.TARGETS["h200"], plan.mesh_sizes),
+        mesh=compile_only.topology_mesh(cards.H200, plan.mesh_sizes),
         adapters=tiny.adapters(model, target_modules=("q_proj",)),
     )
     optimizer = optax.sgd(0.1)

@@ -1,6 +1,6 @@
 import pytest
 
-from mtuner_jax.hardware import peak_flops
+from mtuner_jax.hardware import cards
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from mtuner_jax.hardware import peak_flops
     ],
 )
 def test_dense_bfloat16_peaks(kind, tflops):
-    assert peak_flops.peak_flops_per_s(kind) == pytest.approx(tflops * 1e12)
+    assert cards.peak_flops_per_s(kind) == pytest.approx(tflops * 1e12)
 
 
 @pytest.mark.parametrize(
@@ -27,4 +27,12 @@ def test_dense_bfloat16_peaks(kind, tflops):
     ["cpu", "NVIDIA L40", "NVIDIA GeForce RTX 4090 D", "NVIDIA GB200", "NVIDIA GH200"],
 )
 def test_other_devices_have_no_peak(kind):
-    assert peak_flops.peak_flops_per_s(kind) is None
+    assert cards.peak_flops_per_s(kind) is None
+
+
+@pytest.mark.parametrize("card", cards.CARDS, ids=lambda card: card.title)
+def test_the_name_of_a_card_finds_its_own_row(card):
+    assert cards.peak_flops_per_s(card.device) == card.peak_flops_per_s
+    assert card.matmul_flops_per_s.value[-1][1] < card.peak_flops_per_s
+    others = [other for other in cards.CARDS if other is not card]
+    assert card.device not in {other.device for other in others}
