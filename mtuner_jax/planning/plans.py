@@ -47,6 +47,8 @@ SAVED_TENSORS: dict[Saved, tuple[str, ...]] = {
     Saved.LAYER_INPUT: (),
     Saved.LAYER_INPUT_ON_HOST: (),
 }
+# What of it waits in pinned host memory; the layer's input is kept in any case.
+ON_HOST: dict[Saved, tuple[str, ...]] = {Saved.LAYER_INPUT_ON_HOST: ("layer_input",)}
 
 
 class Table(enum.StrEnum):

@@ -146,7 +146,6 @@ class Clock:
         copied = memory.saved + memory.layer_input + memory.fwd_copy + memory.bwd_copy
         copied_s = 2 * copied / self.hardware.memory_bytes_per_s
         carried = 2 * self.site.workload.layer_weight_bytes if segment.prefetch else 0
-        on_host = segment.saved is Saved.LAYER_INPUT_ON_HOST
         keeps = segment.bwd_keep_axes, segment.fwd_keep_axes
         phases = []
         for kernels_s, held, stop in zip(
@@ -160,7 +159,7 @@ class Clock:
                     compute_s=kernels_s + copied_s,
                     collectives=gathers,
                     carry_s=carry_s,
-                    host=self._to_host if on_host else None,
+                    host=self._to_host(memory.host) if memory.host else None,
                 )
             )
         return LayerTimes(forward=phases[0], backward=phases[1])
@@ -194,9 +193,7 @@ class Clock:
             seconds=count * over.latency_s + received / over.bytes_per_s,
         )
 
-    @functools.cached_property
-    def _to_host(self) -> Collective:
-        moved = forecasts.stream_bytes(self.site)
+    def _to_host(self, moved: int) -> Collective:
         return Collective(
             kind="layer_input",
             axes=(0, 0),

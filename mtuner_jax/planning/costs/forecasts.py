@@ -18,6 +18,7 @@ from mtuner_jax.numbers import chunking
 from mtuner_jax.planning import sites
 from mtuner_jax.planning.costs import arena_layouts, transients
 from mtuner_jax.planning.plans import (
+    ON_HOST,
     SAVED_TENSORS,
     AdapterState,
     Plan,
@@ -41,6 +42,7 @@ class LayerBytes:
       rest: Its weights between steps: the split ones at their ratio, the others whole.
       saved: Tensors stacked from its forward to its backward pass, without its input.
       layer_input: In the arena; 0 where it waits on the host.
+      host: In pinned host memory from its forward to its backward pass.
       fwd_copy: Kept from forward to backward; 0 where nothing is.
       bwd_copy: Kept in the arena; 0 where nothing is.
       transient: Most that lives only while this layer runs, forward or backward.
@@ -49,6 +51,7 @@ class LayerBytes:
     rest: int
     saved: int
     layer_input: int
+    host: int
     fwd_copy: int
     bwd_copy: int
     transient: int
@@ -149,12 +152,13 @@ def layer_bytes(site: Site, segment: SegmentPlan) -> LayerBytes:
         held_bytes(site, axes) if axes > segment.rest_axes else 0
         for axes in (segment.fwd_keep_axes, segment.bwd_keep_axes)
     )
-    on_host = segment.saved is Saved.LAYER_INPUT_ON_HOST
+    on_host = ON_HOST.get(segment.saved, ())
     replicated = workload.replicated_layer_weights * workload.weight_bytes
     return LayerBytes(
         rest=held_bytes(site, segment.rest_axes) + replicated,
         saved=saved_bytes(site, segment.saved),
-        layer_input=0 if on_host else stream_bytes(site),
+        layer_input=0 if "layer_input" in on_host else stream_bytes(site),
+        host=layer_host_bytes(site, segment.saved),
         fwd_copy=fwd_copy,
         bwd_copy=bwd_copy,
         transient=transients.layer(site, segment),
@@ -162,14 +166,18 @@ def layer_bytes(site: Site, segment: SegmentPlan) -> LayerBytes:
 
 
 def host_bytes(plan: Plan, workload: Workload) -> int:
-    """Pinned host memory of a device: layer inputs that wait there."""
+    """Pinned host memory of a device: what of all layers waits there."""
     return sum(
-        segment.num_layers * stream_bytes(site)
+        segment.num_layers * layer_host_bytes(site, segment.saved)
         for segment, site in zip(
             plan.segments, sites.of_segments(plan, workload), strict=True
         )
-        if segment.saved is Saved.LAYER_INPUT_ON_HOST
     )
+
+
+def layer_host_bytes(site: Site, saved: Saved) -> int:
+    """Bytes of a layer that wait in pinned host memory."""
+    return _kept_bytes(site, ON_HOST.get(saved, ()))
 
 
 def stream_bytes(site: Site) -> int:
@@ -194,6 +202,12 @@ def held_bytes(site: Site, axes: int) -> int:
 
 def saved_bytes(site: Site, saved: Saved) -> int:
     """Bytes that a layer stacks for its backward pass, without its input."""
+    on_host = ON_HOST.get(saved, ())
+    return _kept_bytes(site, [n for n in SAVED_TENSORS[saved] if n not in on_host])
+
+
+def _kept_bytes(site: Site, names: Sequence[str]) -> int:
+    """Bytes of some tensors of a layer."""
     workload = site.workload
     query = workload.num_heads * workload.head_dim
     key = workload.num_kv_heads * workload.head_dim
@@ -206,7 +220,6 @@ def saved_bytes(site: Site, saved: Saved) -> int:
         "up": workload.intermediate_size,
         "hidden": workload.intermediate_size,
     }
-    names = SAVED_TENSORS[saved]
     features = sum(widths.get(name, workload.hidden_size) for name in names)
     statistics = workload.num_heads * _WIDE_BYTES if "attention" in names else 0
     return site.tokens * (features * workload.activation_bytes + statistics)

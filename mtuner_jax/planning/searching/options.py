@@ -107,18 +107,17 @@ def possible(
     site: Site, hardware: Hardware, allowed: Allowed = EVERYTHING
 ) -> Iterator[SegmentPlan]:
     """The treatments that the host's memory allows for the site's rows."""
-    holds = host_holds(site, hardware)
     for segment in treatments(site.axes, allowed):
-        if holds or segment.saved is not Saved.LAYER_INPUT_ON_HOST:
+        if host_holds(site, hardware, segment.saved):
             yield segment
 
 
-def host_holds(site: Site, hardware: Hardware) -> bool:
-    """Whether the inputs of all layers may wait on the host, as far as anybody said.
+def host_holds(site: Site, hardware: Hardware, saved: Saved) -> bool:
+    """Whether what waits on the host of all layers may, as far as anybody said.
 
-    A plan in which those of some layers could is not looked for.
+    A plan in which that of some layers could is not looked for.
     """
-    needed = site.workload.num_layers * forecasts.stream_bytes(site)
+    needed = site.workload.num_layers * forecasts.layer_host_bytes(site, saved)
     budget = hardware.host_budget_bytes
     return not budget or needed <= budget
 

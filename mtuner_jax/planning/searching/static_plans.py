@@ -115,8 +115,7 @@ def _variants(
 ) -> Iterator[_Variant]:
     """All variants of a setting."""
     for (site, group), saved in itertools.product(groups.items(), Saved):
-        on_host = saved is Saved.LAYER_INPUT_ON_HOST
-        if on_host and not options.host_holds(site, hardware):
+        if not options.host_holds(site, hardware, saved):
             continue
         workload = site.workload
         segment = dataclasses.replace(

@@ -40,12 +40,13 @@ def test_inputs_wait_on_a_host_that_holds_those_of_all_layers(gib, most_rows):
     machine = dataclasses.replace(
         machines.preset("pcie8"), host_memory_bytes=gib * 2**30
     )
+    on_host = Saved.LAYER_INPUT_ON_HOST
     most, more, many = (
         site_of((2, 2, 2), rows=rows) for rows in (most_rows, most_rows + 1, 10**6)
     )
-    assert options.host_holds(most, machine)
-    assert not options.host_holds(more, machine)
-    assert options.host_holds(many, machines.preset("pcie8"))
+    assert options.host_holds(most, machine, on_host)
+    assert not options.host_holds(more, machine, on_host)
+    assert options.host_holds(many, machines.preset("pcie8"), on_host)
     found = options.possible(more, machine)
     everywhere = options.treatments(Axes(data=(2, 2, 2)))
     assert list(found) == [
