@@ -80,7 +80,8 @@ class SegmentPlan:
       rest_axes: Mesh axes over which a weight is always held.
       fwd_keep_axes: Axes over which the copy is held that stays from a layer's
         forward to its backward pass; `rest_axes` keeps none.
-      bwd_keep_axes: Likewise from the backward pass to the next forward pass, of the
+      bwd_keep_axes: Axes over which the copy is held that stays from a layer's
+        backward pass to the next forward pass, of the
         next microbatch or step.
       saved: What is kept for the backward pass beside the layer's input.
       prefetch: Gather the next layer's weights while a layer runs.

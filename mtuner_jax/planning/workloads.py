@@ -13,7 +13,7 @@ class Linear:
       name: Its leaf name, such as `q_proj`.
       in_dim: Input features.
       out_dim: Output features.
-      rank: Of its adapter; 0 without one.
+      rank: Rank of its adapter; 0 without one.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Workload:
       head_dim: Features of a head (H).
       vocab_size: Rows of a vocabulary table (V).
       tied_embeddings: Whether input and output table are one.
-      linears: Of one layer, in the order they run.
+      linears: Linears of one layer, in the order they run.
       replicated_layer_weights: Elements of a layer that every device holds whole:
         norm scales and biases.
       max_length: Tokens in a row (T).

@@ -40,7 +40,7 @@ class Collective:
     Attributes:
       kind: What it moves, such as `weights`.
       axes: Mesh axes from the first to before the second; equal ones for the host.
-      received_bytes: That a device receives.
+      received_bytes: Bytes that a device receives.
       seconds: If nothing else uses the link.
     """
 
@@ -55,7 +55,7 @@ class Phase:
     """Computation, and what has to be received for it.
 
     Attributes:
-      compute_s: Of the computation.
+      compute_s: Seconds of the computation.
       collectives: Before it, one after the other.
       carry_s: Copies that wait for both: what is gathered ahead moves through the
         loop.

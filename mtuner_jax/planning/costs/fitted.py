@@ -13,7 +13,7 @@ class Attention:
     """An implementation of attention.
 
     Attributes:
-      flops: Of the forward pass, for each score of the whole square and feature of a
+      flops: Operations of the forward pass, for each score of the whole square and feature of a
         head, at the card's rate of attention; 0 where bytes say how long it takes.
       backward_ratio: Seconds of the backward pass over those of the forward pass.
       score_bytes: Forward and backward: bytes that take as long to move as a score

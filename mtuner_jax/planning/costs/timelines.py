@@ -33,10 +33,10 @@ class Event:
     Attributes:
       stream: `compute`, `link` or `host`.
       kind: `forward`, `backward`, `copies`, `loss`, ..., or what is moved.
-      layer: Of the model; -1 for none.
+      layer: Number of the model's layer; -1 for none.
       start_s: Seconds from the step's start to its own.
       end_s: Seconds from the step's start to its end.
-      num_bytes: That a device receives; 0 for computation.
+      num_bytes: Bytes that a device receives; 0 for computation.
       axes: Mesh axes of a collective, from the first to before the second.
     """
 
@@ -79,7 +79,7 @@ class Timeline:
       compute_s: In which something computes.
       communication_s: In which collectives run.
       exposed_s: In which nothing computes: the rest of the step.
-      tokens_per_s: Of all devices; padding does not count.
+      tokens_per_s: Tokens of all devices; padding does not count.
       events: In the order of their start.
       memory: In the order of time.
     """

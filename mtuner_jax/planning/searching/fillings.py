@@ -2,15 +2,15 @@
 
 Layers are equal, so a plan is a sequence of treatments and how many layers each gets.
 For a sequence the best counts are found in closed form (`counts`). Sequences that
-cannot beat a limit are left out by a bound (`bounds`); the others are looked at in the
-order of their bounds, until a bound is no better than what was found.
+cannot beat a limit are left out by bounds (`bounds`, `sequences`); the others are
+looked at in the order of their bounds, until one is no better than what was found.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-from mtuner_jax.planning.searching import counts
+from mtuner_jax.planning.searching import counts, sequences
 from mtuner_jax.planning.searching.bounds import Bounds, Task
 from mtuner_jax.planning.searching.options import Options
 
@@ -72,7 +72,9 @@ class Filler:
 
     def _search(self, task: Task, segments: int, limit_s: float) -> Filling | None:
         """Looks at sequences in the order of their bounds, some at a time."""
-        sequences_GS, bound_s_S = self.bounds.sequences(task, segments, limit_s)
+        sequences_GS, bound_s_S = sequences.promising(
+            self.bounds, task, segments, limit_s
+        )
         order = np.argsort(bound_s_S, kind="stable")
         best, start, number = None, 0, _FIRST
         while start < len(order) and bound_s_S[order[start]] < limit_s:

@@ -240,7 +240,7 @@ class Searcher:
         bound_s_GN[0] = np.where(fits_N & (layers_N == 0), cases.seconds_N, np.inf)
         filled = np.flatnonzero(fits_N & (layers_N > 0))
         if filled.size:
-            main_s_GN = self._bounds_s(
+            main_s_GN = _bounds_s(
                 self._filler(frame), layers_N[filled], room_N[filled], floor_N[filled]
             )[:most]
             step_s_GN = cases.seconds_N[filled] + frame.chosen.accumulation * main_s_GN
@@ -257,24 +257,6 @@ class Searcher:
             room=room_N[case],
             floor=floor_N[case],
         )
-
-    def _bounds_s(
-        self,
-        filler: Filler,
-        layers_N: np.ndarray,
-        room_N: np.ndarray,
-        floor_N: np.ndarray,
-    ) -> np.ndarray:
-        """Bounds at the prices of some of the cases."""
-        at: set[Price] = set()
-        for case in np.linspace(0, len(layers_N) - 1, _SAMPLES).astype(int):
-            task = Task(
-                layers=int(layers_N[case]),
-                room_bytes=int(room_N[case]),
-                floor_bytes=int(floor_N[case]),
-            )
-            at.update(filler.bounds.best_prices(task))
-        return filler.bounds.cases(sorted(at), layers_N, room_N, floor_N)
 
     def _solve(
         self, frame: Frame, place: "_Places", budget_bytes: int, best: _Best
@@ -332,3 +314,21 @@ class _Places(NamedTuple):
     def each(self) -> "list[_Places]":
         """The numbers of each case."""
         return [_Places(*row) for row in zip(*(x.tolist() for x in self), strict=True)]
+
+
+def _bounds_s(
+    filler: Filler,
+    layers_N: np.ndarray,
+    room_N: np.ndarray,
+    floor_N: np.ndarray,
+) -> np.ndarray:
+    """Bounds at the prices of some of the cases."""
+    at: set[Price] = set()
+    for case in np.linspace(0, len(layers_N) - 1, _SAMPLES).astype(int):
+        task = Task(
+            layers=int(layers_N[case]),
+            room_bytes=int(room_N[case]),
+            floor_bytes=int(floor_N[case]),
+        )
+        at.update(filler.bounds.best_prices(task))
+    return filler.bounds.cases(sorted(at), layers_N, room_N, floor_N)

@@ -70,7 +70,7 @@ def best(
       workload: Sizes and batch.
       hardware: The machine; its links those of the mesh's axes.
       mesh_sizes: Devices along each mesh axis, slowest link first; () is one device.
-      budget_bytes: That a compiled step may take on a device.
+      budget_bytes: Bytes that a compiled step may take on a device.
     """
     axes = Axes(data=mesh_sizes or (1,))
     groups: dict[Site, list[Frame]] = {}
