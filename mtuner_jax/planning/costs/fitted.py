@@ -13,8 +13,8 @@ class Attention:
     """An implementation of attention.
 
     Attributes:
-      flops: Operations of the forward pass, for each score of the whole square and feature of a
-        head, at the card's rate of attention; 0 where bytes say how long it takes.
+      flops: Operations of the forward pass for each score of the square and feature
+        of a head, at the card's rate of attention; 0 where bytes say how long.
       backward_ratio: Seconds of the backward pass over those of the forward pass.
       score_bytes: Forward and backward: bytes that take as long to move as a score
         takes to compute, where they say it.
