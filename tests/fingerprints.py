@@ -93,8 +93,8 @@ def write_plans(folder):
             told = {
                 "total": report.forecast.total_bytes,
                 "step_s": report.timeline.step_s,
-                "binds": report.binds,
-                "reason": report.reason,
+                "binds": report.limit.binds,
+                "reason": report.limit.reason,
             }
         except ConfigError as error:
             text = f"ERROR {error}"

@@ -82,6 +82,12 @@ def violations(module, source):
     return [f"{module} -> {name}" for name in imports if not is_allowed(unit, name)]
 
 
+def test_costs_know_nothing_of_the_search():
+    for path in sorted((ROOT / "mtuner_jax/planning/costs").glob("*.py")):
+        imports = imported_modules(path.read_text())
+        assert not [name for name in imports if "planning.searching" in name], path
+
+
 def test_no_file_imports_upwards():
     found, units = [], set()
     for package in ("mtuner_jax", "models", "scripts"):

@@ -19,8 +19,10 @@ from mtuner_jax.configs import LoraConfig
 from mtuner_jax.hardware.machines import Hardware
 from mtuner_jax.ops import tapes
 from mtuner_jax.ops.low_rank.operands import LayerAdapters, Lora
+from mtuner_jax.planning.axes import Axes
 from mtuner_jax.planning.costs import kernels
 from mtuner_jax.planning.plans import Saved
+from mtuner_jax.planning.sites import Site
 from mtuner_jax.protocols.states import Batch, Params
 
 LORA = LoraConfig(r=16)  # on every linear
@@ -76,9 +78,9 @@ def compared(bench: Bench, machine: Hardware, section: Section) -> str:
       machine: The figures that the calibration came to.
       section: What `measure` returned.
     """
-    forward_s, backward_s = kernels.layer(
-        bench.workload, machine, Saved.LINEARS, rows=1
-    )
+    one = Axes(data=(1,))
+    site = Site(workload=bench.workload, axes=one, rows=1, merge_gathers=False)
+    forward_s, backward_s = kernels.layer(site, machine, Saved.LINEARS)
     measured = section.details
     lines = (
         f"layer of {bench.sizes.row_tokens} tokens, {what}: {1e3 * here_s:.3f} ms "

@@ -32,10 +32,7 @@ def search_plan(inputs: PlanningInputs) -> reports.Report:
         plan=found.plan,
         timeline=found.timeline,
         forecast=found.forecast,
-        binds=found.binds.value,
-        reason=found.reason,
-        num_scored=found.num_scored,
-        search_s=found.search_s,
+        found=found,
     )
     return compared(report)
 
@@ -90,7 +87,7 @@ def given_plan(
         num_layers=workload.num_layers,
         mesh_sizes=mesh_sizes,
         rows=rows,
-        weight_dtype=workload.dtype,
+        weight_dtype=workload.weight_dtype,
         model=workload.shape_name,
         **choices,
     )
@@ -113,7 +110,7 @@ def read_plan(name: str, workload: Workload, mesh_sizes: tuple[int, ...]) -> Pla
         raise ConfigError(f"plan={name!r}: no such file")
     plan = plans.read(path)
     asked, found = ("x".join(map(str, axes)) for axes in (mesh_sizes, plan.mesh_sizes))
-    rows, dtype = workload.global_batch_size, workload.dtype
+    rows, dtype = workload.global_batch_size, workload.weight_dtype
     refusals = {
         f"has {plan.num_layers} layers, {workload.model} {workload.num_layers}; plan "
         "again for this model": plan.num_layers != workload.num_layers,

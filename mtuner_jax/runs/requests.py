@@ -3,8 +3,6 @@
 import dataclasses
 import math
 
-import jax.numpy as jnp
-
 from mtuner_jax.adapters import lora
 from mtuner_jax.configs import ConfigError, LoraConfig
 from mtuner_jax.devices import meshes, shardings
@@ -139,8 +137,9 @@ def resolve(shape: ModelShape, request: StepRequest) -> ResolvedModel:
         ),
         max_length=request.max_length,
         global_batch_size=request.global_batch_size,
-        element_bytes=jnp.dtype(request.dtype).itemsize,
-        cudnn_attention=request.attention == "cudnn",
+        weight_dtype=request.dtype,
+        activation_dtype=request.dtype,
+        attention=request.attention,
         dropout=request.lora.lora_dropout > 0,
     )
     return ResolvedModel(decoder=decoder, adapters=adapters, workload=workload)

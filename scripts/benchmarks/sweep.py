@@ -187,7 +187,7 @@ def with_link(hardware: Hardware, bytes_per_s: float) -> Hardware:
 def cells(panel: Panel) -> list[dict[str, Any]]:
     """Records of a panel's cells, smallest budget first."""
     workload = panel.inputs.workload
-    searchers: dict[str, mechanisms.Without] = {}
+    searchers: dict[str, search.Searcher] = {}
     records = []
     for budget_gib in panel.budgets:
         place = dataclasses.replace(panel.inputs, budget_bytes=int(budget_gib * 2**30))
@@ -220,8 +220,6 @@ def priced(found: search.Found) -> dict[str, Any]:
         "tokens_per_s": played.tokens_per_s,
         "exposed_s": played.exposed_s,
         "total_bytes": found.forecast.total_bytes,
-        "binds": found.binds,
-        "reason": found.reason,
         "search_s": found.search_s,
         "plan": json.loads(plans.to_json(found.plan)),
     }
@@ -245,7 +243,7 @@ def against_static(place: PlanningInputs, found: search.Found) -> dict[str, Any]
 def attribution(
     place: PlanningInputs,
     plan: Plan,
-    searchers: dict[str, mechanisms.Without],
+    searchers: dict[str, search.Searcher],
 ) -> dict[str, Any]:
     """Which mechanisms a plan uses, and what its step takes without each.
 
@@ -262,15 +260,15 @@ def attribution(
     without_s: dict[str, float | None] = dict.fromkeys(used)
     for name in used:
         if name not in searchers:
-            searchers[name] = mechanisms.Without(
-                mechanisms.ALL[name],
-                workload=place.workload,
-                hardware=place.hardware,
+            searchers[name] = search.Searcher(
+                place.workload,
+                place.hardware,
                 mesh_sizes=place.mesh_sizes,
+                allowed=mechanisms.ALL[name].without,
             )
         left = searchers[name].fitting(place.budget_bytes)
         if left is not None:
-            without_s[name] = passes.step_s(left, place.workload, place.hardware)
+            without_s[name] = passes.step_s(left.plan, place.workload, place.hardware)
     return {"used": used, "without_s": without_s}
 
 

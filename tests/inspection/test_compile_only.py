@@ -105,7 +105,7 @@ def workload(config, *, tokens, **lora_settings):
         ),
         max_length=tokens,
         global_batch_size=8,
-        cudnn_attention=compile_only.has_cudnn(),
+        attention="cudnn" if compile_only.has_cudnn() else "xla",
     )
 
 

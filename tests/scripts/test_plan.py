@@ -192,7 +192,7 @@ def test_inputs_are_those_of_the_request():
     assert inputs.budget_bytes == 3 * 2**29
     assert inputs.hardware.pool_fraction == 0.5
     assert inputs.workload.num_adapter_weights == 32 * 4 * 2 * 4096
-    assert (inputs.workload.dropout, inputs.workload.cudnn_attention) == (True, False)
+    assert (inputs.workload.dropout, inputs.workload.attention) == (True, "xla")
     one = requests.make(llama_family.LlamaShape(TINY), request(mesh=meshes.parse("1")))
     assert one.mesh_sizes == (1,)
     assert one.budget_bytes == one.hardware.budget_bytes
