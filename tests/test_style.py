@@ -15,8 +15,6 @@ NOT_YET = {
     "mtuner_jax/engines/elastic/segment_weights.py",
     "mtuner_jax/engines/elastic/steps.py",
     "mtuner_jax/ops/arenas.py",
-    "mtuner_jax/planning/searching/fillings.py",
-    "mtuner_jax/planning/searching/static_plans.py",
 }
 
 
