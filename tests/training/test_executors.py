@@ -251,17 +251,22 @@ class Steps(list):
         self.append(record.step)
 
 
-def train_in_loop(executor, folder):
-    """Three steps in the training loop, with a store below the folder."""
+def train_in_loop(executor, folder, evaluates=False):
+    """Three steps in the training loop, with a store below the folder.
+
+    The run has to end early, with one step reported.
+    """
     state, batches = fresh_state(executor.engine)
-    data = types.SimpleNamespace(train=Rows(batches), eval=None)
+    data = types.SimpleNamespace(
+        train=Rows(batches), eval=batches[:1] if evaluates else None
+    )
     reported = Steps()
     with store.Store(folder, save_total_limit=1) as checkpoints:
         keeper = loops.Keeper(
             checkpoints=checkpoints, meta=META, write_adapter=lambda *_: None
         )
         loop = loops.Loop(
-            RunConfig(),
+            RunConfig(eval_steps=1),
             executor,
             data=data,
             keeper=keeper,
@@ -270,7 +275,7 @@ def train_in_loop(executor, folder):
         try:
             loop.run(state, reported, total_steps=3)
         finally:
-            assert reported == list(range(1, len(reported) + 1))
+            assert reported == [1]
 
 
 def restored(engine, path):
@@ -313,6 +318,27 @@ def test_run_that_finds_no_memory_saves_the_state_of_before_the_step(tmp_path):
     )
     with pytest.raises(executors.OutOfMemoryError, match="out of memory in step 2"):
         train_in_loop(executor, tmp_path)
+    found = restored(executor.engine, tmp_path / "1")
+    assert (found.step, found.data) == (1, {"taken": 1})
+    results = plan_cases.plain_run("gqa", 0.0, np.dtype("float64"))
+    comparing.assert_trees_close(jax.device_get(found.state.adapters), results[0][2])
+
+
+class NoEvaluationEngine(ElasticEngine):
+    """Trains, but finds no memory to evaluate."""
+
+    def evaluate(self, state, rows):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+
+@pytest.mark.usefixtures("x64")
+def test_evaluation_that_finds_no_memory_ends_the_run_with_its_state_saved(tmp_path):
+    executor = executors.Executor(
+        make_engine(LARGE, NoEvaluationEngine), budget_bytes=10**9, replan=Replans()
+    )
+    match = "out of memory in the evaluation after step 1: .* lower memory_budget"
+    with pytest.raises(executors.OutOfMemoryError, match=match):
+        train_in_loop(executor, tmp_path, evaluates=True)
     found = restored(executor.engine, tmp_path / "1")
     assert (found.step, found.data) == (1, {"taken": 1})
     results = plan_cases.plain_run("gqa", 0.0, np.dtype("float64"))
