@@ -71,12 +71,11 @@ def _scalar(name: str, kind: type, node: yaml.ScalarNode) -> Any:
             return value
         hint = "write true or false"
     elif type(value) in (int, float):
-        if not math.isfinite(value):
-            hint = "it must be finite"
-        elif kind is float or isinstance(value, int):
+        finite = math.isfinite(value)
+        if finite and (kind is float or isinstance(value, int)):
             return kind(value)
-        elif value.is_integer():
-            hint = f"write {int(value)}"
+        whole = f"write {int(value)}" if finite and value.is_integer() else ""
+        hint = whole if finite else "it must be finite"
     raise _error(name, kind, node, hint)
 
 
