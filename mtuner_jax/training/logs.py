@@ -63,11 +63,11 @@ def _added(
     """The root logger with a handler more, and without those of one type."""
     handler.addFilter(_is_wanted)
     root = logging.getLogger()
-    level, before = root.level, root.handlers[:]
-    root.handlers = [h for h in before if type(h) is not instead_of] + [handler]
+    level, taken = root.level, [h for h in root.handlers if type(h) is instead_of]
+    root.handlers = [h for h in root.handlers if h not in taken] + [handler]
     root.setLevel(logging.INFO)
     try:
         yield
     finally:
-        root.handlers = before
+        root.handlers = [h for h in root.handlers if h is not handler] + taken
         root.setLevel(level)
