@@ -25,7 +25,6 @@ from typing import Any
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from models import llama, llama_configs
@@ -39,7 +38,7 @@ from mtuner_jax.ops import attention
 from mtuner_jax.planning import plans, reports
 from mtuner_jax.protocols.states import Batch
 from mtuner_jax.training import optimizers
-from mtuner_jax.weights import layouts
+from mtuner_jax.weights import layouts, random_weights
 from scripts import planning_inputs
 
 
@@ -320,8 +319,8 @@ def measure(args: argparse.Namespace, place: Place) -> dict[str, Any]:
     spec = make_spec(args, place)
     plan, model, mesh, on_gpu = spec.plan, spec.model, spec.mesh, place.on_gpu
     optimizer = optimizers.adamw(OptimizerConfig(), lambda step: 1e-4)
-    abstract = layouts.layout(model, plan, mesh, dtype=jnp.dtype(args.dtype))
-    weights = layouts.random(abstract, plan, jax.random.key(0))
+    table = layouts.table(model, plan, mesh, dtype=args.dtype)
+    weights = random_weights.draw(table, mesh, jax.random.key(0))
     state = steps.init_state(spec, optimizer)
     rows = random_batch(plan, max_length=args.max_length, vocab_size=model.vocab_size)
     batch = steps.put(steps.cut(rows, plan), mesh)

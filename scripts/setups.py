@@ -31,7 +31,7 @@ from mtuner_jax.planning import plans, reports
 from mtuner_jax.planning.costs import forecasts, timelines
 from mtuner_jax.protocols.states import Params
 from mtuner_jax.training import executors, run_dirs
-from mtuner_jax.weights import layouts
+from mtuner_jax.weights import layouts, random_weights
 from scripts import opening, planning_inputs
 
 _logger = logging.getLogger("scripts.train")
@@ -359,7 +359,8 @@ class Builder:
         )
         if job.config.random_init:
             key = jax.random.key(job.config.seed)
-            return layouts.random(abstract, spec.plan, key)
+            table = layouts.table(spec.model, spec.plan, spec.mesh, dtype=dtype)
+            return random_weights.draw(table, spec.mesh, key)
         names = layouts.locate(llama_hf_names.tensors(job.opened.config), spec.plan)
         return hf_import.load(job.opened.source, names, abstract)
 

@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from mtuner_jax.adapters import lora
 from mtuner_jax.configs import ConfigError
@@ -225,8 +224,7 @@ def abstract_arguments(
         fields = {name: jnp.zeros(shape, jnp.int32) for name in Batch._fields}
         return Batch(**{**fields, "weights": jnp.zeros(shape, jnp.float32)})
 
-    split_rows = NamedSharding(mesh, P(None, mesh.axis_names))
-    arenas = steps.abstract_arenas(spec, max_length=max_length, dtype=dtype)
+    arenas = steps.abstract_arenas(spec, max_length=max_length)
     return StepArguments(
         state=jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(
@@ -236,7 +234,7 @@ def abstract_arguments(
             steps.state_shardings(spec, optimizer),
         ),
         weights=layouts.layout(spec.model, plan, mesh, dtype=dtype),
-        batch=_placed(jax.eval_shape(rows), split_rows),
+        batch=_placed(jax.eval_shape(rows), steps.rows_sharding(mesh)),
         arenas=arenas,
     )
 

@@ -73,7 +73,7 @@ def split_loss(mesh, vocab_size=VOCAB):
 
     def run(x_SD, shard_VD, targets_S, weights_S):
         loss, dx_SD = vocabulary.value_and_grad(
-            x_SD, shard_VD, (targets_S, weights_S), axes=axes, vocab_size=vocab_size
+            x_SD, shard_VD, targets_S, weights_S, axes=axes, vocab_size=vocab_size
         )
         return loss[None], dx_SD
 

@@ -6,7 +6,7 @@ import pytest
 from models import llama
 from mtuner_jax.devices import meshes
 from mtuner_jax.planning import plans
-from mtuner_jax.weights import layouts
+from mtuner_jax.weights import layouts, random_weights
 from tests import tiny
 
 
@@ -21,8 +21,8 @@ def weights(mesh_text, counts):
         microbatch=1,
         accumulation=1,
     )
-    abstract = layouts.layout(model, plan, mesh, dtype=jnp.float32)
-    tree = jax.device_get(layouts.random(abstract, plan, jax.random.key(3)))
+    table = layouts.table(model, plan, mesh, dtype="float32")
+    tree = jax.device_get(random_weights.draw(table, mesh, jax.random.key(3)))
     stacks = [tree["segments"][str(index)] for index in range(len(counts))]
     tree["segments"] = jax.tree.map(lambda *parts: jnp.concatenate(parts), *stacks)
     return tree
