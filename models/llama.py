@@ -14,11 +14,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from flax import nnx, traverse_util
 
 from models.llama_configs import LlamaConfig, RopeScaling
 from mtuner_jax.adapters import lora
-from mtuner_jax.ops import attention, dropout, lora_linear, tapes
+from mtuner_jax.ops import dropout, tapes
+from mtuner_jax.ops.attention import api as attention
+from mtuner_jax.ops.attention.operands import Attended, Qkv
+from mtuner_jax.ops.low_rank import api as low_rank
+from mtuner_jax.ops.low_rank.operands import LayerAdapters
 
 Params = dict[str, Any]
 
@@ -28,7 +32,7 @@ class Context(NamedTuple):
 
     Attributes:
       cos_BTH: Rotary cosines, [B, T, H / 2], at least float32.
-      sin_BTH: Rotary sines, likewise.
+      sin_BTH: Rotary sines, [B, T, H / 2], at least float32.
       segment_ids: Document of each token, int32 [B, T].
       places: Where each token comes from, for dropout.
     """
@@ -54,18 +58,17 @@ class RMSNorm(nnx.Module):
 class Linear(nnx.Module):
     """A frozen linear that an adapter may sit on; `module` is its name."""
 
-    def __init__(self, module: str, sizes: tuple[int, int], *, bias: bool):
+    def __init__(self, module: str, config: LlamaConfig):
+        shape = config.linears[module]
         self.module = module
-        self.kernel = nnx.Param(jnp.zeros(sizes))
-        self.bias = nnx.Param(jnp.zeros(sizes[1])) if bias else None
+        self.kernel = nnx.Param(jnp.zeros((shape.in_dim, shape.out_dim)))
+        self.bias = nnx.Param(jnp.zeros(shape.out_dim)) if shape.bias else None
 
-    def __call__(
-        self, x_BTD: jax.Array, adapters: lora_linear.LayerAdapters
-    ) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, adapters: LayerAdapters) -> jax.Array:
         """[B, T, D] -> [B, T, F]."""
         lora_weights, drop = adapters.of(self.module)
         bias = None if self.bias is None else self.bias[...]
-        return lora_linear.apply(
+        return low_rank.apply(
             x_BTD, self.kernel[...], bias, lora=lora_weights, drop=drop
         )
 
@@ -74,19 +77,16 @@ class Attention(nnx.Module):
     """Grouped-query attention with rotary positions."""
 
     def __init__(self, config: LlamaConfig, spec: attention.Spec):
-        d, h = config.hidden_size, config.head_dim
-        bias, kv = config.attention_bias, config.num_kv_heads * h
-        q = config.num_heads * h
-        self.q_proj = Linear("self_attn.q_proj", (d, q), bias=bias)
-        self.k_proj = Linear("self_attn.k_proj", (d, kv), bias=bias)
-        self.v_proj = Linear("self_attn.v_proj", (d, kv), bias=bias)
-        self.o_proj = Linear("self_attn.o_proj", (q, d), bias=config.attention_out_bias)
-        self.head_dim, self.spec = h, spec
+        self.q_proj = Linear("self_attn.q_proj", config)
+        self.k_proj = Linear("self_attn.k_proj", config)
+        self.v_proj = Linear("self_attn.v_proj", config)
+        self.o_proj = Linear("self_attn.o_proj", config)
+        self.head_dim, self.spec = config.head_dim, spec
 
     def __call__(
         self,
         x_BTD: jax.Array,
-        adapters: lora_linear.LayerAdapters,
+        adapters: LayerAdapters,
         context: Context,
         tape: tapes.Tape,
     ) -> jax.Array:
@@ -95,14 +95,14 @@ class Attention(nnx.Module):
         q = rotate(self.q_proj(x_BTD, adapters).reshape(heads), context)
         k = rotate(self.k_proj(x_BTD, adapters).reshape(heads), context)
         v = self.v_proj(x_BTD, adapters).reshape(heads)
-        q = tape.keep("query", q)
-        k = tape.keep("key", k)
-        v = tape.keep("value", v)
+        qkv = Qkv(tape.keep("query", q), tape.keep("key", k), tape.keep("value", v))
         ids = context.segment_ids
         out_BTNH = tape.keep_pair(
             "attention",
-            lambda: attention.attend(q, k, v, ids, self.spec),
-            lambda *saved: attention.attend_saved(q, k, v, ids, saved, self.spec),
+            lambda: attention.attend(qkv, ids, self.spec),
+            lambda out, stats: attention.attend_saved(
+                qkv, ids, Attended(out, stats), self.spec
+            ),
         )
         return self.o_proj(out_BTNH.reshape(*x_BTD.shape[:2], -1), adapters)
 
@@ -111,15 +111,14 @@ class MLP(nnx.Module):
     """down(silu(gate(x)) * up(x))."""
 
     def __init__(self, config: LlamaConfig):
-        d, f, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = Linear("mlp.gate_proj", (d, f), bias=bias)
-        self.up_proj = Linear("mlp.up_proj", (d, f), bias=bias)
-        self.down_proj = Linear("mlp.down_proj", (f, d), bias=bias)
+        self.gate_proj = Linear("mlp.gate_proj", config)
+        self.up_proj = Linear("mlp.up_proj", config)
+        self.down_proj = Linear("mlp.down_proj", config)
 
     def __call__(
         self,
         x_BTD: jax.Array,
-        adapters: lora_linear.LayerAdapters,
+        adapters: LayerAdapters,
         tape: tapes.Tape,
     ) -> jax.Array:
         """[B, T, D] -> [B, T, D]."""
@@ -142,7 +141,7 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         x_BTD: jax.Array,
-        adapters: lora_linear.LayerAdapters,
+        adapters: LayerAdapters,
         context: Context,
         tape: tapes.Tape,
     ) -> jax.Array:
@@ -155,7 +154,7 @@ class DecoderLayer(nnx.Module):
 
 
 class Llama:
-    """The decoder as pure functions (`engines.protocols.Decoder`)."""
+    """The decoder as pure functions (`protocols.decoders.Decoder`)."""
 
     def __init__(self, config: LlamaConfig, *, attention_implementation: str = "xla"):
         self.config = config
@@ -199,17 +198,10 @@ class Llama:
 
     def linears(self) -> tuple[lora.Linear, ...]:
         """The linears of a layer, in the order they run."""
-        order = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj")
-        found = {
-            name.rpartition(".")[2]: lora.Linear(
-                module=name,
-                in_dim=leaves["kernel"].shape[0],
-                out_dim=leaves["kernel"].shape[1],
-            )
-            for name, leaves in self._layer_shapes.items()
-            if "kernel" in leaves
-        }
-        return tuple(found[leaf] for leaf in (*order, "down_proj"))
+        return tuple(
+            lora.Linear(module=name, in_dim=shape.in_dim, out_dim=shape.out_dim)
+            for name, shape in self.config.linears.items()
+        )
 
     def context(self, batch: Any) -> Context:
         """Rotary angles, segments and places of a batch."""
@@ -229,7 +221,7 @@ class Llama:
     def layer(
         self,
         weights: Params,
-        adapters: lora_linear.LayerAdapters,
+        adapters: LayerAdapters,
         x_BTD: jax.Array,
         *,
         context: Context,
@@ -245,7 +237,7 @@ class Llama:
 
 
 def rms_norm(x_BTD: jax.Array, scale_D: jax.Array, *, eps: float) -> jax.Array:
-    """x / sqrt(mean(x^2) + eps) * scale; the quotient in at least float32."""
+    """x / sqrt(mean(x^2) + eps) * scale, [B, T, D]; computed in at least float32."""
     wide = x_BTD.astype(np.promote_types(x_BTD.dtype, jnp.float32))
     mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
     normed = (wide * jax.lax.rsqrt(mean + eps)).astype(x_BTD.dtype)
@@ -287,22 +279,18 @@ def _llama3_frequencies(inverse_H: jax.Array, scaling: RopeScaling) -> jax.Array
 
 def _flatten(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """{"self_attn": {"q_proj": {"kernel": x}}} -> {"self_attn.q_proj": ...}."""
-    flat = {}
-    for name, child in state.items():
-        if any(isinstance(value, Mapping) for value in child.values()):
-            for inner, leaves in _flatten(child).items():
-                flat[f"{name}.{inner}"] = leaves
-        else:
-            flat[name] = dict(child)
+    flat: dict[str, dict[str, Any]] = {}
+    for (*parents, leaf), value in traverse_util.flatten_dict(state).items():
+        flat.setdefault(".".join(parents), {})[leaf] = value
     return flat
 
 
 def _nest(flat: Mapping[str, Mapping[str, Any]]) -> Params:
-    nested: Params = {}
-    for name, leaves in flat.items():
-        *parents, last = name.split(".")
-        node = nested
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = dict(leaves)
-    return nested
+    """The inverse of `_flatten`."""
+    return traverse_util.unflatten_dict(
+        {
+            (*name.split("."), leaf): value
+            for name, leaves in flat.items()
+            for leaf, value in leaves.items()
+        }
+    )

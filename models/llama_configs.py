@@ -4,7 +4,7 @@ import dataclasses
 import json
 import pathlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 FAMILIES = ("llama", "qwen2", "mistral")
 _ARCHITECTURES = {
@@ -33,6 +33,14 @@ class RopeScaling:
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
+
+
+class LinearShape(NamedTuple):
+    """Input and output features of a linear, and whether it has a bias."""
+
+    in_dim: int
+    out_dim: int
+    bias: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,15 +81,29 @@ class LlamaConfig:
             raise ModelConfigError(f"head_dim={self.head_dim} must be even for rotary")
 
     @property
+    def linears(self) -> dict[str, LinearShape]:
+        """The linears of a layer by module name, in the order they run."""
+        d, f, h = self.hidden_size, self.intermediate_size, self.head_dim
+        q, kv = self.num_heads * h, self.num_kv_heads * h
+        return {
+            "self_attn.q_proj": LinearShape(d, q, self.attention_bias),
+            "self_attn.k_proj": LinearShape(d, kv, self.attention_bias),
+            "self_attn.v_proj": LinearShape(d, kv, self.attention_bias),
+            "self_attn.o_proj": LinearShape(q, d, self.attention_out_bias),
+            "mlp.gate_proj": LinearShape(d, f, self.mlp_bias),
+            "mlp.up_proj": LinearShape(d, f, self.mlp_bias),
+            "mlp.down_proj": LinearShape(f, d, self.mlp_bias),
+        }
+
+    @property
     def num_parameters(self) -> int:
         """Weights of the whole decoder; tied embeddings count once."""
-        d, h = self.hidden_size, self.head_dim
-        q, kv = self.num_heads * h, self.num_kv_heads * h
-        layer = d * (2 * q + 2 * kv) + 3 * d * self.intermediate_size + 2 * d
-        layer += (q + 2 * kv) * self.attention_bias + d * self.attention_out_bias
-        layer += (2 * self.intermediate_size + d) * self.mlp_bias
+        linears = self.linears.values()
+        layer = sum((one.in_dim + one.bias) * one.out_dim for one in linears)
+        norms = (2 * self.num_layers + 1) * self.hidden_size
         tables = 1 if self.tie_word_embeddings else 2
-        return self.num_layers * layer + tables * self.vocab_size * d + d
+        table = tables * self.vocab_size * self.hidden_size
+        return self.num_layers * layer + norms + table
 
 
 def from_file(path: pathlib.Path) -> LlamaConfig:

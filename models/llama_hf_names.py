@@ -1,11 +1,8 @@
-"""Which Hugging Face tensor lands where in our parameter tree.
-
-D model, F feed-forward, N query heads, K kv heads, H head dim, V vocabulary, L layers.
-"""
+"""Which Hugging Face tensor lands where in our parameter tree."""
 
 import dataclasses
 
-from models import llama_configs
+from models.llama_configs import LlamaConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -16,7 +13,7 @@ class HfTensor:
       name: Its name in the checkpoint.
       path: Keys down our parameter tree.
       layer: Index into the leading L dim of our array, None where there is no such dim.
-      shape: As Hugging Face stores it: linear weights are [out, in].
+      shape: The shape that Hugging Face stores; linear weights are [out, in].
       transposed: Whether ours is the transpose, [in, out].
       padded: Whether ours may have more rows, which are zeros (vocabulary tables, so
         that the rows divide the mesh).
@@ -30,87 +27,44 @@ class HfTensor:
     padded: bool = False
 
 
-def tensors(config: llama_configs.LlamaConfig) -> tuple[HfTensor, ...]:
+def tensors(config: LlamaConfig) -> tuple[HfTensor, ...]:
     """Lists every tensor of the model, in the order of the forward pass."""
-    d = config.hidden_size
-    table = (config.vocab_size, d)
-    outer = [
-        HfTensor(
-            name="model.embed_tokens.weight",
-            path=("embed", "table"),
-            layer=None,
-            shape=table,
-            padded=True,
-        )
-    ]
+    table = (config.vocab_size, config.hidden_size)
+    found = [_outer("model.embed_tokens", ("embed", "table"), table)]
     for layer in range(config.num_layers):
-        outer += _layer(config, layer)
-    outer.append(
-        HfTensor(
-            name="model.norm.weight",
-            path=("head", "norm", "scale"),
-            layer=None,
-            shape=(d,),
-        )
-    )
+        found += _layer(config, layer)
+    found.append(_outer("model.norm", ("head", "norm", "scale"), table[1:]))
     if not config.tie_word_embeddings:
-        outer.append(
-            HfTensor(
-                name="lm_head.weight",
-                path=("head", "table"),
-                layer=None,
-                shape=table,
-                padded=True,
-            )
+        found.append(_outer("lm_head", ("head", "table"), table))
+    return tuple(found)
+
+
+def _outer(stem: str, path: tuple[str, ...], shape: tuple[int, ...]) -> HfTensor:
+    return HfTensor(
+        name=f"{stem}.weight",
+        path=path,
+        layer=None,
+        shape=shape,
+        padded=path[-1] == "table",
+    )
+
+
+def _layer(config: LlamaConfig, layer: int) -> list[HfTensor]:
+    def tensor(module: str, leaf: str, shape: tuple[int, ...]) -> HfTensor:
+        kind = "bias" if leaf == "bias" else "weight"
+        return HfTensor(
+            name=f"model.layers.{layer}.{module}.{kind}",
+            path=("layers", module, leaf),
+            layer=layer,
+            shape=shape,
+            transposed=leaf == "kernel",
         )
-    return tuple(outer)
 
-
-def _linears(config: llama_configs.LlamaConfig) -> dict[str, tuple[int, int, bool]]:
-    """Gives (in, out, has a bias) of each linear module of a layer."""
-    d, f = config.hidden_size, config.intermediate_size
-    q = config.num_heads * config.head_dim
-    kv = config.num_kv_heads * config.head_dim
-    return {
-        "self_attn.q_proj": (d, q, config.attention_bias),
-        "self_attn.k_proj": (d, kv, config.attention_bias),
-        "self_attn.v_proj": (d, kv, config.attention_bias),
-        "self_attn.o_proj": (q, d, config.attention_out_bias),
-        "mlp.gate_proj": (d, f, config.mlp_bias),
-        "mlp.up_proj": (d, f, config.mlp_bias),
-        "mlp.down_proj": (f, d, config.mlp_bias),
-    }
-
-
-def _layer(config: llama_configs.LlamaConfig, layer: int) -> list[HfTensor]:
-    prefix = f"model.layers.{layer}"
     found = []
-    for module, (in_dim, out_dim, bias) in _linears(config).items():
-        found.append(
-            HfTensor(
-                name=f"{prefix}.{module}.weight",
-                path=("layers", module, "kernel"),
-                layer=layer,
-                shape=(out_dim, in_dim),
-                transposed=True,
-            )
-        )
-        if bias:
-            found.append(
-                HfTensor(
-                    name=f"{prefix}.{module}.bias",
-                    path=("layers", module, "bias"),
-                    layer=layer,
-                    shape=(out_dim,),
-                )
-            )
+    for module, linear in config.linears.items():
+        found.append(tensor(module, "kernel", (linear.out_dim, linear.in_dim)))
+        if linear.bias:
+            found.append(tensor(module, "bias", (linear.out_dim,)))
     for norm in ("input_layernorm", "post_attention_layernorm"):
-        found.append(
-            HfTensor(
-                name=f"{prefix}.{norm}.weight",
-                path=("layers", norm, "scale"),
-                layer=layer,
-                shape=(config.hidden_size,),
-            )
-        )
+        found.append(tensor(norm, "scale", (config.hidden_size,)))
     return found

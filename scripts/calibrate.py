@@ -7,67 +7,81 @@ Writes a JSON file that `--hardware` understands by name or path; a file of the 
 name as a preset replaces the preset's figures. CPUs are measured with small sizes.
 """
 
-import argparse
 import dataclasses
-import datetime
-import json
-import logging
-import math
+import functools
 import pathlib
 import sys
-from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import jax
 
-from models import llama, llama_configs
-from mtuner_jax.calibration import benches, sections
+from models import llama_configs, llama_family
+from mtuner_jax.calibration import benches, calibrations, layers
 from mtuner_jax.configs import ConfigError, Platform
-from mtuner_jax.devices import detection, meshes, platforms
-from mtuner_jax.hardware import boxes, machines, peak_flops
-from mtuner_jax.planning import workloads
-from mtuner_jax.planning.costs import kernels
-from mtuner_jax.planning.plans import Saved
-
-_RANK = 16
+from mtuner_jax.devices import meshes, starting
+from mtuner_jax.runs import requests
+from mtuner_jax.settings import cli
+from mtuner_jax.training import logs
 
 
-def parse_args(argv: list[str]) -> argparse.Namespace:
-    """Reads the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CalibrateConfig:
+    """Which devices to measure, and where to write what they can do.
+
+    Attributes:
+      mesh: Preset (`pcie8`, `nvlink8`, ...), `auto`, or sizes such as `2x2x2`.
+      platform: `auto`, `cpu` or `gpu`.
+      name: What the machine is called; empty for its preset's name, or one by card.
+      output: JSON file to write; empty for where `--hardware` looks for the name.
+      small: Whether GPUs are measured with small sizes too, for tests.
+    """
+
+    mesh: str = "auto"
+    platform: Platform = Platform.AUTO
+    name: str = ""
+    output: str = ""
+    small: bool = False
+
+    def __post_init__(self):
+        if self.output and not self.output.endswith(".json"):
+            raise ConfigError(
+                f"--output {self.output}: --hardware knows files as .json"
+            )
+
+
+def main(argv: list[str]) -> int:
+    """Measures, writes, prints; 1 if a section failed."""
+    config = cli.parse(
+        argv, CalibrateConfig, prog="calibrate.py", description=__doc__ or ""
     )
-    parser.add_argument("--mesh", default="auto", help="preset, auto, or 2x2x2")
-    parser.add_argument("--platform", default=Platform.AUTO, type=Platform)
-    parser.add_argument("--name", default="", help="default: the preset's, or by card")
-    parser.add_argument(
-        "--output", type=pathlib.Path, help="default: where it is found"
-    )
-    parser.add_argument("--small", action="store_true", help="small sizes, for tests")
-    return parser.parse_args(argv)
+    with logs.to_console():
+        return run(config)
 
 
-def make_bench(args: argparse.Namespace) -> benches.Bench:
-    """Starts JAX on the devices asked for."""
-    found = detection.look()
-    on_cpu = platforms.runs_on_cpu(args.platform, found)
-    spec = meshes.parse(args.mesh, num_devices=0 if on_cpu else found.num_visible)
-    prepared = platforms.prepare(args.platform, spec.num_devices, mesh=spec.name)
-    print(prepared.line)
-    return bench_on(
-        meshes.make(spec, platforms.start(prepared)),
-        memory_fraction=prepared.memory_fraction,
-        small=args.small,
-    )
+def run(config: CalibrateConfig) -> int:
+    """Measures section by section; what fails is taken from the card's preset."""
+    started = starting.start(config.mesh, config.platform)
+    print(started.lines[0])
+    sizes = benches.SMALL if config.small or not started.on_gpu else benches.FULL
+    bench = bench_on(started.mesh, sizes, memory_fraction=started.memory_fraction)
+    calibration = calibrations.prepare(bench, name=config.name, output=config.output)
+    say = functools.partial(print, flush=True)
+    failed = calibrations.calibrate(calibration, say=say)
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    if sizes is benches.SMALL:
+        print("small sizes: these figures say nothing of a training step")
+    found_as = config.output or calibration.name
+    print(f"wrote {calibration.path}: --hardware {found_as}")
+    return 1 if failed else 0
 
 
 def bench_on(
-    mesh: jax.sharding.Mesh, *, memory_fraction: float, small: bool = False
+    mesh: jax.sharding.Mesh, sizes: benches.Sizes, *, memory_fraction: float
 ) -> benches.Bench:
-    """Where and how it is measured, on devices that JAX has started; CPUs small."""
+    """Where and how it is measured, with a Llama's layer on started devices."""
     on_cpu = mesh.devices.flat[0].platform == "cpu"
-    sizes = benches.SMALL if on_cpu or small else benches.FULL
     config = llama_configs.LlamaConfig(
         vocab_size=128,
         hidden_size=sizes.hidden,
@@ -77,161 +91,23 @@ def bench_on(
         num_kv_heads=sizes.num_heads,
         head_dim=sizes.head_dim,
     )
-    implementation = "xla" if on_cpu else "cudnn"
+    request = requests.StepRequest(
+        name="one layer",
+        mesh=meshes.parse("1"),
+        global_batch_size=1,
+        max_length=sizes.row_tokens,
+        lora=layers.LORA,
+        dtype="float32" if on_cpu else "bfloat16",
+        attention="xla" if on_cpu else "cudnn",
+    )
+    layer = requests.resolve(llama_family.LlamaShape(config), request)
     return benches.Bench(
         mesh=mesh,
         sizes=sizes,
-        model=llama.Llama(config, attention_implementation=implementation),
+        model=layer.decoder,
+        workload=layer.workload,
         memory_fraction=memory_fraction,
     )
-
-
-def name_and_base(
-    name: str, bench: benches.Bench
-) -> tuple[str, machines.Hardware | None]:
-    """What the machine is called, and the preset of its card if there is one.
-
-    Raises:
-      ConfigError: The name belongs to a preset of another card.
-    """
-    device = bench.mesh.devices.flat[0].device_kind
-    presets = boxes.BOXES
-    name = name or machines.name_for(device, bench.mesh.size)
-    if name in presets and presets[name].card.device != device:
-        raise ConfigError(
-            f"--name {name} is the preset of {presets[name].card.device}, this is "
-            f"{device}; choose another name"
-        )
-    fitting = [
-        known
-        for known, box in presets.items()
-        if box.card.device == device and len(box.links) >= len(bench.axes)
-    ]
-    if name in fitting:
-        return name, machines.preset(name)
-    return name, machines.preset(fitting[0]) if fitting else None
-
-
-def measure(
-    bench: benches.Bench, record: dict[str, Any], path: pathlib.Path
-) -> list[benches.Section]:
-    """Runs the sections; the record on disk grows with each."""
-    peak = peak_flops.peak_flops_per_s(record["device"])
-    results = []
-    for section in sections.sections(bench):
-        rates = [rate for _, rate in section.figures.get("matmul_flops_per_s", ())]
-        rates.append(section.figures.get("attention_flops_per_s", 0.0))
-        if peak and max(rates) > peak:
-            error = f"{max(rates):.3g} FLOP/s, the card's peak is {peak:.3g}"
-            section = dataclasses.replace(section, figures={}, error=error)
-        results.append(section)
-        state = f"FAILED: {section.error}" if section.error else "done"
-        print(f"{section.name:12} {section.seconds:6.1f} s  {state}", flush=True)
-        record["sections"][section.name] = dataclasses.asdict(section)
-        path.write_text(json.dumps(record, sort_keys=True, indent=1) + "\n")
-    return results
-
-
-def table(described: machines.Hardware, base: machines.Hardware | None) -> str:
-    """Each figure, beside the preset's where there is one."""
-    lines = [f"{'figure':24} {'here':>12} {'preset':>12}  source"]
-    known = dict(_rows(machines.fitted(base, described.mesh_sizes)) if base else ())
-    for (field, label), value in _rows(described):
-        preset = known.get((field, label))
-        text = f"{preset:12.4g}" if preset is not None else f"{'':12}"
-        source = described.sources[field].partition(":")[0]
-        lines.append(f"{label:24} {value:12.4g} {text}  {source}")
-    return "\n".join(lines)
-
-
-def _rows(machine: machines.Hardware):
-    """((field, label), figure) one by one."""
-    for field in sections.figure_names():
-        if field == "links":
-            for axis, link in zip(meshes.AXES, machine.links, strict=False):
-                yield (field, f"{axis} bytes_per_s"), link.bytes_per_s
-                yield (field, f"{axis} latency_s"), link.latency_s
-        elif field == "matmul_flops_per_s":
-            for tokens, rate in machine.matmul_flops_per_s:
-                yield (field, f"matmul at {tokens}"), rate
-        else:
-            yield (field, field), getattr(machine, field)
-
-
-def layer_check(
-    bench: benches.Bench, described: machines.Hardware, section: benches.Section
-) -> str:
-    """One decoder layer as measured and as the cost model has it from the figures."""
-    sizes, model = bench.sizes, bench.model
-    workload = workloads.Workload(
-        model="one layer",
-        num_layers=1,
-        hidden_size=sizes.hidden,
-        num_heads=sizes.num_heads,
-        num_kv_heads=sizes.num_heads,
-        head_dim=sizes.head_dim,
-        vocab_size=model.vocab_size,
-        tied_embeddings=False,
-        linears=tuple(
-            workloads.Linear(
-                name=linear.module.rpartition(".")[2],
-                in_dim=linear.in_dim,
-                out_dim=linear.out_dim,
-                rank=_RANK,
-            )
-            for linear in model.linears()
-        ),
-        replicated_layer_weights=2 * sizes.hidden,
-        max_length=sizes.row_tokens,
-        global_batch_size=1,
-        element_bytes=jax.numpy.dtype(bench.dtype).itemsize,
-        cudnn_attention=bench.on_gpu,
-    )
-    forward_s, backward_s = kernels.layer(workload, described, Saved.LINEARS, rows=1)
-    measured = (section.details["forward_s"], section.details["forward_and_backward_s"])
-    lines = (
-        f"layer of {sizes.row_tokens} tokens, {what}: {1e3 * here:.3f} ms measured, "
-        f"{1e3 * model_s:.3f} ms by the cost model ({model_s / here:.2f}x)"
-        for what, here, model_s in zip(
-            ("forward", "forward and backward"),
-            measured,
-            (forward_s, forward_s + backward_s),
-            strict=True,
-        )
-    )
-    return "\n".join(lines)
-
-
-def main(argv: list[str]) -> int:
-    """Measures, writes, prints; 1 if a section failed."""
-    args = parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    if args.output and args.output.suffix != ".json":
-        raise ConfigError(f"--output {args.output}: --hardware knows files as .json")
-    bench = make_bench(args)
-    name, base = name_and_base(args.name, bench)
-    device = bench.mesh.devices.flat[0].device_kind
-    count = math.prod(bench.mesh.shape.values())
-    stamp = f"{datetime.date.today()}, {count} x {device}, jax {jax.__version__}"
-    path = args.output or machines.default_directory() / f"{name}.json"
-    raw = path.with_suffix(".raw.json")
-    raw.parent.mkdir(parents=True, exist_ok=True)
-    record = {"name": name, "device": device, "stamp": stamp, "sections": {}}
-    results = measure(bench, record, raw)
-    failed = [section.name for section in results if section.error]
-    print(f"single measurements: {raw}")
-    if failed:
-        print(f"failed: {', '.join(failed)}", file=sys.stderr)
-    described = sections.describe(name, bench, results, base=base, stamp=stamp)
-    machines.write(path, described)
-    print(table(described, base))
-    for section in results:
-        if section.name == "layer" and not section.error:
-            print(layer_check(bench, described, section))
-    if bench.sizes is benches.SMALL:
-        print("small sizes: these figures say nothing of a training step")
-    print(f"wrote {path}: --hardware {path if args.output else name}")
-    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ same Python version gives the same file byte for byte; the licence note beside t
 file says which version it was made with.
 """
 
-import argparse
+import dataclasses
 import hashlib
 import importlib
 import inspect
@@ -18,6 +18,11 @@ import pathlib
 import re
 import sys
 from collections.abc import Iterator
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+from mtuner_jax import data
+from mtuner_jax.settings import programs
 
 MODULES = (
     "builtins abc argparse array ast asyncio base64 bisect calendar cmath codecs "
@@ -86,27 +91,37 @@ LICENSE.
 """
 
 
-def main() -> None:
-    """Writes the dataset and its licence note."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--output",
-        type=pathlib.Path,
-        default=pathlib.Path(__file__).parents[1]
-        / "mtuner_jax/data/python_stdlib_qa.jsonl",
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DatasetConfig:
+    """Where the instruction set goes.
+
+    Attributes:
+      output: The JSONL; its licence note is written beside it.
+    """
+
+    output: str = str(
+        pathlib.Path(data.__file__).with_name("python_stdlib_qa.jsonl").resolve()
     )
-    args = parser.parse_args()
-    rows = make_rows()
-    with args.output.open("w", encoding="utf-8", newline="\n") as file:
+
+
+def main(argv: list[str]) -> int:
+    """Writes the dataset and its licence note; returns the exit code."""
+    return programs.run(argv, DatasetConfig, write, description=__doc__)
+
+
+def write(config: DatasetConfig) -> None:
+    """Writes the dataset and its licence note."""
+    output, rows = pathlib.Path(config.output), make_rows()
+    with output.open("w", encoding="utf-8", newline="\n") as file:
         for row in rows:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
     version = ".".join(map(str, sys.version_info[:3]))
-    note = args.output.with_suffix(".LICENSE.md")
+    note = output.with_suffix(".LICENSE.md")
     note.write_text(
-        NOTICE.format(file=args.output.name, version=version, licence=python_licence()),
+        NOTICE.format(file=output.name, version=version, licence=python_licence()),
         encoding="utf-8",
     )
-    print(f"{args.output}: {len(rows)} samples from Python {version}; {note}")
+    print(f"{output}: {len(rows)} samples from Python {version}; {note}")
 
 
 def make_rows() -> list[dict[str, list[dict[str, str]]]]:
@@ -233,4 +248,4 @@ def _hash(text: str) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

@@ -8,53 +8,63 @@ Losses come from metrics.jsonl. A run that planned its steps has plan.json and
 timeline.json; from these plan.png is drawn into its folder.
 """
 
-import argparse
+import dataclasses
 import pathlib
 import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from mtuner_jax.configs import ConfigError
 from mtuner_jax.planning import plans
 from mtuner_jax.planning.costs import timelines
 from mtuner_jax.plots import loss_plots, plan_pictures, plan_plots
+from mtuner_jax.settings import programs
 from mtuner_jax.training import metrics
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlotConfig:
+    """What is drawn.
+
+    Attributes:
+      runs: Folders of runs.
+      output: The losses' PNG; empty for the folder of the one run, or losses.png.
+      microbatch: Of the plan, draw this one only, from 0 on; -1 draws all.
+    """
+
+    runs: tuple[str, ...] = ()
+    output: str = ""
+    microbatch: int = -1
+
+
 def main(argv: list[str]) -> int:
-    """Writes the PNGs; one run without --output gets them into its folder."""
-    parser = argparse.ArgumentParser(
-        prog="plot.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("runs", nargs="+", type=pathlib.Path, metavar="RUN")
-    parser.add_argument("--output", type=pathlib.Path, help="the losses' PNG")
-    parser.add_argument(
-        "--microbatch", type=int, help="of the plan, draw this one only, from 0 on"
-    )
-    arguments = parser.parse_args(argv)
-    runs = {}
-    for run in arguments.runs:
-        records = metrics.read(run / "metrics.jsonl")
-        if not any("loss" in record for record in records):
-            print(f"error: {run / 'metrics.jsonl'} holds no losses", file=sys.stderr)
-            return 1
-        runs[str(run)] = records
-    output = arguments.output
-    if output is None:
-        single = len(arguments.runs) == 1
-        output = arguments.runs[0] / "training_loss.png" if single else "losses.png"
-    loss_plots.write(pathlib.Path(output), runs)
+    """Draws; returns the exit code."""
+    return programs.run(argv, PlotConfig, plot, description=__doc__, positional="runs")
+
+
+def plot(config: PlotConfig) -> None:
+    """Writes the PNGs.
+
+    Raises:
+      ConfigError: No runs, or one without losses.
+    """
+    runs = [pathlib.Path(run) for run in config.runs]
+    if not runs:
+        raise ConfigError("runs is empty: give the folder of a run, or of several")
+    losses = {}
+    for run in runs:
+        losses[str(run)] = metrics.read(run / "metrics.jsonl")
+        if not any("loss" in record for record in losses[str(run)]):
+            raise ConfigError(f"{run / 'metrics.jsonl'} holds no losses")
+    default = runs[0] / "training_loss.png" if len(runs) == 1 else "losses.png"
+    output = pathlib.Path(config.output or default)
+    loss_plots.write(output, losses)
     print(f"wrote {output}")
-    try:
-        for run in arguments.runs:
-            draw_plan(run, microbatch=arguments.microbatch)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    for run in runs:
+        draw_plan(run, None if config.microbatch == -1 else config.microbatch)
 
 
-def draw_plan(run: pathlib.Path, *, microbatch: int | None) -> None:
+def draw_plan(run: pathlib.Path, microbatch: int | None) -> None:
     """Draws a run's plan, or says why there is nothing to draw.
 
     Raises:

@@ -18,7 +18,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 def pytest_collection_modifyitems(items):
     """GPU tests run with MTUNER_TEST_PLATFORM=gpu, and then nothing else does."""
     for item in items:
-        if ("gpu" in item.keywords) != ON_GPU:
+        if (item.get_closest_marker("gpu") is not None) != ON_GPU:
             reason = "runs on GPUs" if not ON_GPU else "runs on CPUs"
             item.add_marker(pytest.mark.skip(reason=reason))
 

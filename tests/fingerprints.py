@@ -39,8 +39,7 @@ def cells():
 
 def write_programs(folder):
     """Lowered text of the training and the evaluation step of random plans."""
-    from mtuner_jax.engines.elastic import steps
-    from mtuner_jax.inspection import compile_only
+    from mtuner_jax.engines.elastic import engine, steps
     from tests.engines.elastic import plan_cases
 
     dtype = np.dtype("float64")
@@ -56,7 +55,7 @@ def write_programs(folder):
             seed=7,
         )
         optimizer = plan_cases.OPTIMIZER
-        given = compile_only.abstract_arguments(
+        given = engine.abstract_arguments(
             spec, optimizer, max_length=plan_cases.TOKENS, dtype=dtype
         )
         train = steps.build_train(spec, optimizer).lower(*given)
@@ -69,16 +68,17 @@ def write_programs(folder):
 
 def write_plans(folder):
     """Plan files of the grid, and what is forecast of each; errors where none fits."""
+    from models import llama_family
     from mtuner_jax.configs import ConfigError, LoraConfig
     from mtuner_jax.devices import meshes
     from mtuner_jax.planning import plans
-    from scripts import planning_inputs
+    from mtuner_jax.runs import opening, pricing, requests
 
     for cell in cells():
         model, mesh, length, rows, budget, attention, dropout = cell
         text, told = "", {}
         try:
-            request = planning_inputs.Request(
+            request = requests.StepRequest(
                 name=model,
                 mesh=meshes.parse(mesh),
                 global_batch_size=rows,
@@ -87,14 +87,14 @@ def write_plans(folder):
                 attention=attention,
                 memory_budget=budget,
             )
-            inputs = planning_inputs.make(planning_inputs.shape(model), request)
-            report = planning_inputs.search_plan(inputs)
+            inputs = requests.make(opening.shape(llama_family.FAMILY, model), request)
+            report = pricing.search_plan(inputs)
             text = plans.to_json(report.plan)
             told = {
                 "total": report.forecast.total_bytes,
                 "step_s": report.timeline.step_s,
-                "binds": report.binds,
-                "reason": report.reason,
+                "binds": report.limit.binds,
+                "reason": report.limit.reason,
             }
         except ConfigError as error:
             text = f"ERROR {error}"

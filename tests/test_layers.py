@@ -2,9 +2,12 @@
 
 import ast
 import pathlib
+import subprocess
 import sys
 
 import pytest
+
+import mtuner_jax
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 ROWS = (
@@ -27,7 +30,7 @@ ROW_OF = {unit: row for row, units in enumerate(ROWS) for unit in units}
 OURS = {"mtuner_jax", "models", "scripts", "tests"}
 # Planning runs anywhere: these parts need no more than numpy (and scipy to schedule).
 WITHOUT_JAX = {
-    "mtuner_jax": set(),
+    "mtuner_jax": set(),  # it looks its public names up when they are used
     "mtuner_jax.configs": set(),
     "mtuner_jax.numbers": set(),
     "mtuner_jax.hardware": set(),
@@ -68,7 +71,7 @@ def is_allowed(unit, imported):
         stdlib = root in sys.stdlib_module_names
         return libraries is None or stdlib or root in libraries
     target = unit_of(imported)
-    if target in (unit, "mtuner_jax"):  # the package itself is empty
+    if target in (unit, "mtuner_jax"):  # importing the package imports nothing
         return True
     return target in ROW_OF and ROW_OF[target] < ROW_OF.get(unit, 0)
 
@@ -77,6 +80,12 @@ def violations(module, source):
     unit = unit_of(module)
     imports = imported_modules(source)
     return [f"{module} -> {name}" for name in imports if not is_allowed(unit, name)]
+
+
+def test_costs_know_nothing_of_the_search():
+    for path in sorted((ROOT / "mtuner_jax/planning/costs").glob("*.py")):
+        imports = imported_modules(path.read_text())
+        assert not [name for name in imports if "planning.searching" in name], path
 
 
 def test_no_file_imports_upwards():
@@ -125,3 +134,18 @@ def test_downward_imports_are_allowed():
         "import numpy as np\nimport math\nfrom mtuner_jax.configs import ConfigError"
     )
     assert not violations("mtuner_jax.planning.x", source)
+
+
+def test_importing_the_package_starts_nothing():
+    code = (
+        "import sys, mtuner_jax; mtuner_jax.RunConfig; "
+        "sys.exit(bool({'jax', 'numpy'} & sys.modules.keys()))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_every_public_name_is_there():
+    for name in mtuner_jax.__all__:
+        assert getattr(mtuner_jax, name).__doc__
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        _ = mtuner_jax.trian

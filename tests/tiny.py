@@ -11,7 +11,9 @@ import optax
 from models import llama, llama_configs
 from mtuner_jax.adapters import lora
 from mtuner_jax.configs import LoraConfig
-from mtuner_jax.ops import dropout, lora_linear, losses, tapes
+from mtuner_jax.ops import dropout, tapes
+from mtuner_jax.ops.cross_entropy import reference
+from mtuner_jax.ops.low_rank.operands import Dropout, LayerAdapters, Lora
 from mtuner_jax.protocols.states import Batch, TrainState
 
 CONFIG = llama_configs.LlamaConfig(
@@ -104,12 +106,12 @@ class PlainStep:
         if self.dropout_rate:
             key = dropout.fold_in(dropout.key(self.seed), step)
             places = dropout.Places(rows.sample_ids, rows.positions)
-            drop = lora_linear.Dropout(key, places, self.dropout_rate)
+            drop = Dropout(key, places, self.dropout_rate)
         scalings = lora.scaling_arrays(self.specs)
         x_BTD = model.embed(weights["embed"]["table"], rows.input_ids)
         for layer in range(model.num_layers):
             loras = {
-                module: lora_linear.Lora(
+                module: Lora(
                     leaf["lora_a"][layer],
                     leaf["lora_b"][layer],
                     scalings[module][layer],
@@ -119,14 +121,14 @@ class PlainStep:
             layer_drop = drop and drop._replace(key=dropout.fold_in(drop.key, layer))
             x_BTD = model.layer(
                 jax.tree.map(lambda a, i=layer: a[i], weights["layers"]),
-                lora_linear.LayerAdapters(loras, layer_drop),
+                LayerAdapters(loras, layer_drop),
                 x_BTD,
                 context=context,
                 tape=tapes.Tape(),
             )
         x_BTD = model.final_norm(weights["head"]["norm"], x_BTD)
         table = weights["head"].get("table", weights["embed"]["table"])
-        total = losses.cross_entropy(
+        total = reference.cross_entropy(
             x_BTD.reshape(-1, x_BTD.shape[-1]),
             table,
             rows.targets.reshape(-1),

@@ -193,15 +193,13 @@ def _pattern(patterns: Mapping[str, Any], path: str, default: Any) -> Any:
 
 def _check_every_entry_matches(config: LoraConfig, paths: Sequence[str]) -> None:
     targets = config.target_modules
-    if isinstance(targets, str) and targets != "all-linear":
-        checks = {("target_modules", targets): any(_targets(targets, p) for p in paths)}
-    elif isinstance(targets, str):
-        checks = {}
-    else:
-        checks = {
-            ("target_modules", entry): any(_targets((entry,), p) for p in paths)
-            for entry in targets
-        }
+    named = (
+        {targets: targets} if isinstance(targets, str) else {t: (t,) for t in targets}
+    )
+    checks = {
+        ("target_modules", entry): any(_targets(one, p) for p in paths)
+        for entry, one in named.items()
+    }
     for field in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(config, field):
             marked = {pattern: True}

@@ -8,16 +8,23 @@ import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from mtuner_jax.planning.workloads import Workload
 from mtuner_jax.protocols.decoders import Decoder
 
 _WARM_UP = 3
+# What the sections before found, by field of `machines.Hardware`.
+Figures = Mapping[str, Any]
+
+
+class MeasurementError(RuntimeError):
+    """A measurement that cannot be made, or that cannot be true."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,16 +35,16 @@ class Sizes:
       tokens: Rows of the left operand of products, ascending.
       hidden: Model width (D).
       intermediate: Feed-forward width (F).
-      num_heads: Of attention.
-      head_dim: Of a head.
+      num_heads: Attention heads.
+      head_dim: Width of a head.
       rows: Rows of the attention's batch.
       row_tokens: Tokens in a row, of attention and of the layer.
-      gather_bytes: Outputs of the gathers.
+      gather_bytes: Sizes of the gathers' outputs, ascending.
       host_bytes: Moved to and from the host by each device.
       run_s: Seconds that a timed run should last, about.
       repeats: Timed runs, of which the median is taken.
-      expected_flops_per_s: Of products, to choose the length of loops.
-      expected_bytes_per_s: Of the card's memory, likewise.
+      expected_flops_per_s: About what products reach, to choose the length of loops.
+      expected_bytes_per_s: About what the memory reaches, to choose it too.
     """
 
     tokens: tuple[int, ...]
@@ -93,15 +100,22 @@ class Bench:
 
     Attributes:
       mesh: All devices, slowest axis first.
-      sizes: Of what is timed.
+      sizes: How large what is timed is.
       model: One decoder layer of the same sizes, on one device.
+      workload: That layer and one row, as the planner is told of a model.
       memory_fraction: Share of a GPU's memory in JAX's pool; 0 on CPUs.
     """
 
     mesh: Mesh
     sizes: Sizes
     model: Decoder
+    workload: Workload
     memory_fraction: float = 0.0
+
+    @property
+    def device_kind(self) -> str:
+        """What JAX calls a device."""
+        return self.mesh.devices.flat[0].device_kind
 
     @property
     def on_gpu(self) -> bool:
@@ -134,11 +148,11 @@ class Section:
     """What one section found.
 
     Attributes:
-      name: Of the section.
-      figures: By field of `hardware.Hardware`.
+      name: The section's name.
+      figures: What it found, by field of `machines.Hardware`.
       details: Single measurements, for the record.
       error: Why there are no figures; empty if it worked.
-      seconds: That it took.
+      seconds: How long it took.
     """
 
     name: str = ""
@@ -172,12 +186,14 @@ def looped_s(
     """Seconds of `step(state, constants) -> state` in a loop of `num` steps."""
 
     @jax.jit
-    def run(state, constants):
+    def run(state: Any, constants: Any) -> Any:
         return jax.lax.fori_loop(0, num, lambda _, s: step(s, constants), state)
 
     return call_s(run, state, constants, repeats=repeats) / num
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def _draw(key, scale, shape, dtype):
+def _draw(
+    key: jax.Array, scale: float, shape: tuple[int, ...], dtype: Any
+) -> jax.Array:
     return (scale * jax.random.normal(jax.random.key(key), shape)).astype(dtype)

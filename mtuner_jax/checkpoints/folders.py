@@ -40,7 +40,8 @@ def replaced(
     temporary.mkdir(parents=True)
     try:
         yield temporary
-        _flush(temporary)
+        for path in filter(pathlib.Path.is_file, temporary.rglob("*")):
+            flush(path)
         _swap(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -73,8 +74,7 @@ def _swap(new: pathlib.Path, folder: pathlib.Path) -> None:
     shutil.rmtree(old)
 
 
-def _flush(folder: pathlib.Path) -> None:
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+def flush(path: pathlib.Path) -> None:
+    """Waits until a file's content is on the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

@@ -3,12 +3,17 @@
 D input features of a linear, F output features, R rank, L layers.
 """
 
+import collections
 import dataclasses
+import functools
 import json
+import math
+import operator
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import huggingface_hub
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -128,17 +133,16 @@ def write_model(
       hf_config: Content of `config.json`; its dtype is set to the one written.
       options: Dtype, file size, tokenizer.
     """
+    files = _gathered_files(params, names, options)
     if jax.process_index() == 0:
         with folders.replaced(folder, owned=_MODEL_FILES) as temporary:
-            _write_shards(temporary, params, names, options)
+            _write_files(temporary, files)
             config = _with_dtype(hf_config, params, options)
             _write_json(temporary / "config.json", config)
             if options.tokenizer is not None:
                 options.tokenizer.save_pretrained(temporary)
     else:
-        readers: dict[tuple[str, ...], Any] = {}
-        for name in names:
-            _gather(params, name, options, readers)
+        collections.deque(files, maxlen=0)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(f"write_model {folder}")
 
@@ -213,49 +217,39 @@ def read_adapter(
         raise AdapterFileError(f"{path}: {error}") from error
 
 
-def _write_shards(
-    folder: pathlib.Path,
-    params: Params,
-    names: Sequence[sources.HfName],
-    options: ModelOptions,
-) -> None:
-    shards = _split(params, names, options)
+def _gathered_files(
+    params: Params, names: Sequence[sources.HfName], options: ModelOptions
+) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
+    """Yields file by file its name and tensors; all processes must go through it."""
+    by_key = {name.name: name for name in names}
+    split = huggingface_hub.split_state_dict_into_shards_factory(
+        by_key,
+        get_storage_size=lambda name: (
+            math.prod(name.shape) * _dtype(params, name, options).itemsize
+        ),
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=options.max_shard_bytes,
+    )
     readers: dict[tuple[str, ...], Any] = {}
-    weight_map = {}
-    for number, shard in enumerate(shards, start=1):
-        tensors = {name.name: _gather(params, name, options, readers) for name in shard}
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        if len(shards) == 1:
-            file = safetensors_files.SINGLE
+    for file, keys in split.filename_to_tensors.items():
+        gathered = (_gather(params, by_key[key], options, readers) for key in keys)
+        yield file, dict(zip(keys, gathered, strict=True))
+
+
+def _write_files(
+    folder: pathlib.Path, files: Iterator[tuple[str, dict[str, np.ndarray]]]
+) -> None:
+    weight_map, total_bytes = {}, 0
+    for file, tensors in files:
         safetensors_files.write(folder / file, tensors)
         weight_map |= dict.fromkeys(tensors, file)
-    if len(shards) > 1:
-        total = sum(_num_bytes(params, name, options) for name in names)
+        total_bytes += sum(tensor.nbytes for tensor in tensors.values())
+    if len(set(weight_map.values())) > 1:
         index = {
-            "metadata": {"total_size": total},
+            "metadata": {"total_size": total_bytes},
             "weight_map": dict(sorted(weight_map.items())),
         }
         _write_json(folder / safetensors_files.INDEX, index)
-
-
-def _split(
-    params: Params, names: Sequence[sources.HfName], options: ModelOptions
-) -> list[list[sources.HfName]]:
-    """Deals tensors into files in order; one above the limit gets its own."""
-    shards: list[list[sources.HfName]] = [[]]
-    used_bytes = 0
-    for name in names:
-        num_bytes = _num_bytes(params, name, options)
-        if shards[-1] and used_bytes + num_bytes > options.max_shard_bytes:
-            shards.append([])
-            used_bytes = 0
-        shards[-1].append(name)
-        used_bytes += num_bytes
-    return shards
-
-
-def _num_bytes(params: Params, name: sources.HfName, options: ModelOptions) -> int:
-    return int(np.prod(name.shape)) * _dtype(params, name, options).itemsize
 
 
 def _dtype(params: Params, name: sources.HfName, options: ModelOptions) -> np.dtype:
@@ -277,10 +271,8 @@ def _gather(
     return loading.gather(name, array, readers[name.path])
 
 
-def _leaf(tree: Params, path: tuple[str, ...]) -> jax.Array:
-    for key in path[:-1]:
-        tree = tree[key]
-    return tree[path[-1]]
+def _leaf(tree: Any, path: tuple[str, ...]) -> jax.Array:
+    return functools.reduce(operator.getitem, path, tree)
 
 
 def _with_dtype(

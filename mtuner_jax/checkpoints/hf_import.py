@@ -11,11 +11,12 @@ import json
 import logging
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import huggingface_hub
 import huggingface_hub.errors
+import jax
 
 from mtuner_jax.checkpoints import matching, safetensors_files
 from mtuner_jax.weights import loading, sources
@@ -60,11 +61,12 @@ def load(
     by_path: dict[tuple[str, ...], list[sources.HfName]] = {}
     for name in names:
         by_path.setdefault(name.path, []).append(name)
-    params: Params = {}
-    for path, group in by_path.items():
-        target = _leaf(abstract_params, path)
-        _insert(params, path, loading.load_leaf(source, group, target))
-    return params
+
+    def leaf(path: tuple[jax.tree_util.DictKey, ...], target: jax.ShapeDtypeStruct):
+        group = by_path[tuple(key.key for key in path)]
+        return loading.load_leaf(source, group, target)
+
+    return jax.tree.map_with_path(leaf, abstract_params)
 
 
 def locate(model: str, *, revision: str | None = None) -> pathlib.Path:
@@ -112,36 +114,6 @@ def base_identity(path: pathlib.Path) -> dict[str, Any]:
         "config": hashlib.sha256(text.encode()).hexdigest(),
         "files": {file.name: _fingerprint(file) for file in files},
     }
-
-
-def describe_difference(
-    stored: Mapping[str, Any], found: Mapping[str, Any]
-) -> str | None:
-    """Says how two base identities differ; None when they do not."""
-    if stored == found:
-        return None
-    before, after = stored["files"], found["files"]
-    changed = sorted(
-        name
-        for name in before.keys() | after.keys()
-        if before.get(name) != after.get(name)
-    )
-    parts = ["config.json"] if stored["config"] != found["config"] else []
-    if changed:
-        parts.append(f"{len(changed)} weight files ({matching.listing(changed)})")
-    return f"the base model is another one: {' and '.join(parts)} changed"
-
-
-def _leaf(tree: Params, path: tuple[str, ...]) -> Any:
-    for key in path:
-        tree = tree[key]
-    return tree
-
-
-def _insert(tree: Params, path: tuple[str, ...], leaf: Any) -> None:
-    for key in path[:-1]:
-        tree = tree.setdefault(key, {})
-    tree[path[-1]] = leaf
 
 
 def _unusable(path: pathlib.Path) -> str:

@@ -42,31 +42,46 @@ def check(
         for name in extra
         if _COPIES.get(name) in wanted and _equal(source, name, _COPIES[name])
     }
-    problems = {
-        "missing": [name for name in wanted if name not in infos],
-        "unexpected": sorted(extra - copies),
+    problems = compare(
+        {name.name: name.shape for name in names},
+        {name: info.shape for name, info in infos.items()},
+    )
+    problems["unexpected"] = sorted(extra - copies)
+    problems["of an unsupported dtype"] = [
+        f"{name} {infos[name].dtype}"
+        for name in wanted
+        if name in infos and infos[name].dtype not in safetensors_files.FLOAT_DTYPES
+    ]
+    if any(problems.values()):
+        raise ImportMismatchError(
+            f"the checkpoint does not fit the model of its config: of {len(wanted)} "
+            f"tensors wanted and {len(infos)} found, {told(problems)}"
+            + _advice(problems)
+        )
+
+
+def compare(
+    wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]
+) -> dict[str, list[str]]:
+    """Tensors by what is wrong with them, given the shape of each."""
+    return {
+        "missing": [name for name in wanted if name not in found],
+        "unexpected": sorted(found.keys() - wanted.keys()),
         "misshapen": [
-            f"{name} {list(infos[name].shape)} instead of {list(want.shape)}"
-            for name, want in wanted.items()
-            if name in infos and infos[name].shape != want.shape
-        ],
-        "of an unsupported dtype": [
-            f"{name} {infos[name].dtype}"
-            for name in wanted
-            if name in infos and infos[name].dtype not in safetensors_files.FLOAT_DTYPES
+            f"{name} {list(found[name])} instead of {list(shape)}"
+            for name, shape in wanted.items()
+            if name in found and found[name] != shape
         ],
     }
-    found = [
+
+
+def told(problems: Mapping[str, Sequence[str]]) -> str:
+    """The problems there are, by count and first few tensors."""
+    return "; ".join(
         f"{len(items)} {kind} ({listing(items)})"
         for kind, items in problems.items()
         if items
-    ]
-    if found:
-        raise ImportMismatchError(
-            f"the checkpoint does not fit the model of its config: of {len(wanted)} "
-            f"tensors wanted and {len(infos)} found, {'; '.join(found)}"
-            + _advice(problems)
-        )
+    )
 
 
 def _advice(problems: Mapping[str, Sequence[str]]) -> str:

@@ -26,7 +26,7 @@ def pack(
     Args:
       adapters: {module: {"lora_a": [L, D, R], "lora_b": [L, R, F]}}.
       specs: Rank of each module in each layer.
-      dtype: Of the tensors.
+      dtype: The tensors' dtype.
 
     Raises:
       AdapterTensorsError: NaN or infinity, before or after the cast to `dtype`.
@@ -56,6 +56,9 @@ def unpack(
     tensors: Mapping[str, np.ndarray], specs: Sequence[lora.AdapterSpec]
 ) -> dict[str, dict[str, np.ndarray]]:
     """Stacks PEFT's tensors again, in float32, zero beyond a layer's rank.
+
+    Returns:
+      {module: {"lora_a": [L, D, R], "lora_b": [L, R, F]}}.
 
     Raises:
       AdapterTensorsError: Lists the keys that are missing, unexpected or misshapen.
@@ -90,24 +93,12 @@ def _check(
             if r:
                 key_a, key_b = keys(spec.module, layer)
                 wanted |= {key_a: (r, spec.in_dim), key_b: (spec.out_dim, r)}
-    problems = {
-        "missing": [key for key in wanted if key not in tensors],
-        "unexpected": sorted(key for key in tensors if key not in wanted),
-        "misshapen": [
-            f"{key} {list(tensors[key].shape)} instead of {list(shape)}"
-            for key, shape in wanted.items()
-            if key in tensors and tensors[key].shape != shape
-        ],
-    }
-    texts = [
-        f"{len(names)} {kind} ({matching.listing(names)})"
-        for kind, names in problems.items()
-        if names
-    ]
-    if texts:
+    found = {key: tensor.shape for key, tensor in tensors.items()}
+    problems = matching.compare(wanted, found)
+    if any(problems.values()):
         raise AdapterTensorsError(
             f"not the adapter of its config and this base model: of {len(wanted)} "
-            f"tensors wanted and {len(tensors)} found, {'; '.join(texts)}"
+            f"tensors wanted and {len(found)} found, {matching.told(problems)}"
         )
 
 

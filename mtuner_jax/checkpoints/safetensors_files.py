@@ -14,6 +14,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from mtuner_jax.checkpoints import folders
 from mtuner_jax.weights import sources
 
 SINGLE = "model.safetensors"
@@ -40,7 +41,7 @@ def write(path: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None:
     try:
         safetensors.numpy.save_file(contiguous, temporary, metadata={"format": "pt"})
         _compare(temporary, contiguous)
-        _flush_to_disk(temporary)
+        folders.flush(temporary)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -175,8 +176,3 @@ def _compare(path: pathlib.Path, wanted: Mapping[str, np.ndarray]) -> None:
                     f"nothing was replaced (safetensors {safetensors.__version__}, "
                     f"or a failing disk)"
                 )
-
-
-def _flush_to_disk(path: pathlib.Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mtuner_jax.data import samples as samples_lib
-from mtuner_jax.protocols import states
+from mtuner_jax.data.samples import Samples
+from mtuner_jax.protocols.states import Batch
 
 
 def shift(
@@ -34,12 +34,12 @@ def shift(
 
 
 def assemble(
-    samples: samples_lib.Samples,
+    samples: Samples,
     rows: Sequence[np.ndarray],
     *,
     num_rows: int,
     max_length: int,
-) -> states.Batch:
+) -> Batch:
     """Lays samples into rows, right padded, and shifts the labels.
 
     Args:
@@ -63,7 +63,7 @@ def assemble(
             sample_ids[place] = samples.sample_ids[index]
             start += len(ids)
     targets, weights = shift(input_ids, trained, segment_ids)
-    return states.Batch(
+    return Batch(
         input_ids=input_ids,
         targets=targets,
         weights=weights,

@@ -126,8 +126,8 @@ def _evaluation(
     if not len(indices):
         return None
     evaluation = pipelines.EvalData(
-        dataset.samples,
-        _rows(run, dataset, indices),
+        samples=dataset.samples,
+        rows=_rows(run, dataset, indices),
         batch_size=batch_size,
         max_length=run.max_length,
     )

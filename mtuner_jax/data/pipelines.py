@@ -1,5 +1,6 @@
 """The order of the data: batches for training, without end, and for evaluation."""
 
+import dataclasses
 import hashlib
 from collections.abc import Iterator
 from typing import Any
@@ -8,8 +9,8 @@ import grain
 import numpy as np
 
 from mtuner_jax.data import batches, errors, fingerprints, packing
-from mtuner_jax.data import samples as samples_lib
-from mtuner_jax.protocols import states
+from mtuner_jax.data.samples import Samples
+from mtuner_jax.protocols.states import Batch
 
 STATE_VERSION = 1
 
@@ -34,7 +35,7 @@ class TrainData:
 
     def __init__(
         self,
-        samples: samples_lib.Samples,
+        samples: Samples,
         rows: packing.Rows,
         *,
         global_batch_size: int,
@@ -55,10 +56,10 @@ class TrainData:
         self.steps_per_epoch = len(steps)
         self._iterator = iter(steps.repeat().to_iter_dataset(_IN_THIS_THREAD))
 
-    def __iter__(self) -> Iterator[states.Batch]:
+    def __iter__(self) -> Iterator[Batch]:
         return self
 
-    def __next__(self) -> states.Batch:
+    def __next__(self) -> Batch:
         members = [self.rows[row] for row in next(self._iterator)]
         self._samples_seen += sum(map(len, members))
         return batches.assemble(
@@ -112,6 +113,7 @@ class TrainData:
         self._samples_seen = state["samples_seen"]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalData:
     """Batches in a fixed order, all samples, each time it is iterated over.
 
@@ -124,23 +126,15 @@ class EvalData:
       max_length: Tokens of a row.
     """
 
-    def __init__(
-        self,
-        samples: samples_lib.Samples,
-        rows: packing.Rows,
-        *,
-        batch_size: int,
-        max_length: int,
-    ):
-        self.samples = samples
-        self.rows = rows
-        self.batch_size = batch_size
-        self.max_length = max_length
+    samples: Samples
+    rows: packing.Rows
+    batch_size: int
+    max_length: int
 
     def __len__(self) -> int:
         return -(-len(self.rows) // self.batch_size)
 
-    def __iter__(self) -> Iterator[states.Batch]:
+    def __iter__(self) -> Iterator[Batch]:
         for start in range(0, len(self.rows), self.batch_size):
             stop = min(start + self.batch_size, len(self.rows))
             yield batches.assemble(

@@ -32,7 +32,7 @@ class Renderer:
     Attributes:
       template: None if there is no chat template.
       encoder: Text to ids.
-      train_on: As configured.
+      train_on: The run's `dataset.train_on`.
       max_length: Tokens of a row; a longer sample may lose some of what is behind.
     """
 

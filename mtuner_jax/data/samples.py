@@ -38,7 +38,7 @@ class Samples:
         return sums[self.starts[1:]] - sums[self.starts[:-1]]
 
     def tokens(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns one sample's ids and mask, as views."""
+        """Returns one sample's ids [tokens] int32 and mask [tokens] bool, as views."""
         part = slice(self.starts[index], self.starts[index + 1])
         return self.ids[part], self.trained[part]
 

@@ -15,8 +15,8 @@ ROOT = pathlib.Path("/")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Found:
-    """What the machine has and what the user's environment asks for.
+class Gpus:
+    """NVIDIA devices of the machine, and what the user's environment asks for.
 
     Attributes:
       num_present: NVIDIA devices of the machine.
@@ -40,9 +40,7 @@ class Found:
         return f"{self.num_present} NVIDIA {devices(self.num_present)}"
 
 
-def look(
-    *, root: pathlib.Path = ROOT, environ: Mapping[str, str] = os.environ
-) -> Found:
+def look(*, root: pathlib.Path = ROOT, environ: Mapping[str, str] = os.environ) -> Gpus:
     """Counts NVIDIA devices and reads the environment; JAX is not started.
 
     Args:
@@ -57,7 +55,7 @@ def look(
     in_proc = list(root.glob("proc/driver/nvidia/gpus/*"))
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     num_present = max(len(in_dev), len(in_proc))
-    return Found(
+    return Gpus(
         num_present=num_present,
         num_visible=_num_visible(len(in_dev), visible),
         cuda_plugins=_cuda_plugins(),
@@ -72,7 +70,7 @@ def jax_option(name: str) -> Any:
     return getattr(jax.config, name)
 
 
-def unusable(found: Found) -> str:
+def unusable(found: Gpus) -> str:
     """Why JAX cannot use the GPUs, and what to install."""
     have = ", ".join(found.cuda_plugins) or "no CUDA plugin"
     driver = f"the driver supports CUDA {found.driver_cuda}"

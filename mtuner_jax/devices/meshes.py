@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from mtuner_jax.configs import ConfigError
+from mtuner_jax.hardware import boxes
 
 AXES = ("tier0", "tier1", "tier2", "tier3", "tier4", "tier5", "tier6", "tier7")
 
@@ -24,13 +25,13 @@ class MeshSpec:
     Attributes:
       name: Preset or the sizes as the user wrote them.
       sizes: Devices along each axis, slowest link first; no axis of size 1.
-      links: What connects the devices along each axis.
+      link_names: What connects the devices along each axis.
       hardware: The machine that the preset stands for.
     """
 
     name: str
     sizes: tuple[int, ...]
-    links: tuple[str, ...]
+    link_names: tuple[str, ...]
     hardware: str
 
     @property
@@ -47,7 +48,9 @@ class MeshSpec:
         """One line for the log."""
         parts = [
             f"{axis}={size} ({link})"
-            for axis, size, link in zip(self.axes, self.sizes, self.links, strict=True)
+            for axis, size, link in zip(
+                self.axes, self.sizes, self.link_names, strict=True
+            )
         ]
         return f"mesh {self.name}: {' x '.join(parts) or '1 device'}, {self.hardware}"
 
@@ -71,36 +74,16 @@ def roles(mesh: jax.sharding.Mesh) -> Roles:
     return Roles(data=mesh.axis_names)
 
 
-_NVLINK = ("NVLink", "NVLink", "NVLink")
-_PCIE = ("between NUMA domains", "between PCIe switches", "within a PCIe switch")
 PRESETS = {
-    "pcie8": MeshSpec(
-        name="pcie8", sizes=(2, 2, 2), links=_PCIE, hardware="8 x A100-PCIe-40GB"
-    ),
-    "nvlink8": MeshSpec(
-        name="nvlink8", sizes=(2, 2, 2), links=_NVLINK, hardware="8 x H100-SXM-80GB"
-    ),
-    "nvlink32": MeshSpec(
-        name="nvlink32",
-        sizes=(2, 2, 2, 2, 2),
-        links=("between hosts", "between hosts", *_NVLINK),
-        hardware="4 hosts of 8 x H100-SXM-80GB",
-    ),
-    "h200x1": MeshSpec(name="h200x1", sizes=(), links=(), hardware="1 x H200-141GB"),
-    "h200x2": MeshSpec(
-        name="h200x2", sizes=(2,), links=("NVLink",), hardware="2 x H200-141GB"
-    ),
-    "h200x8": MeshSpec(
-        name="h200x8", sizes=(2, 2, 2), links=_NVLINK, hardware="8 x H200-141GB"
-    ),
-    "l40sx8": MeshSpec(
-        name="l40sx8", sizes=(2, 2, 2), links=_PCIE, hardware="8 x L40S-48GB"
-    ),
-    "rtx4090x8": MeshSpec(
-        name="rtx4090x8", sizes=(2, 2, 2), links=_PCIE, hardware="8 x RTX 4090-24GB"
-    ),
+    name: MeshSpec(
+        name=name,
+        sizes=box.mesh_sizes,
+        link_names=tuple(tier.link for tier in box.tiers),
+        hardware=box.title,
+    )
+    for name, box in boxes.BOXES.items()
+    if not box.p2p_disabled
 }
-AUTO_WITHOUT_ACCELERATOR = "pcie8"
 
 
 def parse(text: str, *, num_devices: int | None = None) -> MeshSpec:
@@ -115,7 +98,7 @@ def parse(text: str, *, num_devices: int | None = None) -> MeshSpec:
     """
     if text == "auto":
         if not num_devices:
-            return PRESETS[AUTO_WITHOUT_ACCELERATOR]
+            return PRESETS[boxes.WITHOUT_ACCELERATOR]
         sizes = _factors(num_devices)
         return _by_hand(f"auto ({num_devices} devices)", sizes)
     if text in PRESETS:
@@ -152,8 +135,12 @@ def make(spec: MeshSpec, devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
 
 
 def _by_hand(name: str, sizes: tuple[int, ...]) -> MeshSpec:
-    links = tuple("given by hand" for _ in sizes)
-    return MeshSpec(name=name, sizes=sizes, links=links, hardware="devices as found")
+    return MeshSpec(
+        name=name,
+        sizes=sizes,
+        link_names=("given by hand",) * len(sizes),
+        hardware="devices as found",
+    )
 
 
 def _factors(number: int) -> tuple[int, ...]:

@@ -6,27 +6,25 @@ sits is read from NVML (PCI address) and sysfs (NUMA node, path through the brid
 """
 
 import dataclasses
+import logging
 import os
 import pathlib
-import re
 from collections.abc import Sequence
 
 import jax
 import pynvml
 
 SYSFS = pathlib.Path("/sys")
-_BRIDGE = re.compile(
-    r"pci[0-9a-f]{4,8}:[0-9a-f]{2}|[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]"
-)
+_logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Place:
+class PciPlace:
     """Where a device sits.
 
     Attributes:
       address: PCI address, `0000:65:00.0`.
-      numa_node: Node of the CPU its root complex belongs to, -1 if unknown.
+      numa_node: Node of the CPU that its root complex belongs to, -1 if unknown.
       bridges: Root complex and bridges on the way to it, from the CPU outwards.
     """
 
@@ -44,78 +42,71 @@ class Place:
         return self.bridges[-2] if len(self.bridges) > 2 else "".join(self.bridges[-1:])
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DeviceOrder:
-    """A permutation of devices and how it came about.
-
-    Attributes:
-      permutation: Indices into the devices that were asked about.
-      lines: What to log, a line for each device.
-    """
-
-    permutation: tuple[int, ...]
-    lines: tuple[str, ...]
-
-
-def device_order(
+def neighbours_together(
     devices: Sequence[jax.Device], *, sysfs: pathlib.Path = SYSFS
-) -> DeviceOrder:
-    """Order of a host's devices by NUMA node, then PCIe switch; CPUs as they are.
+) -> list[jax.Device]:
+    """Sorts a host's GPUs by NUMA node, then PCIe switch; logs where each one sits.
 
-    Several hosts: as they are, too. JAX sorts by process, and each host's GPUs are
-    in PCI order.
+    CPUs stay as they are, and so do the devices of several hosts: JAX sorts them by
+    process, and each host's GPUs are in PCI order.
     """
-    identity = tuple(range(len(devices)))
-    if devices[0].platform != "gpu":
-        return DeviceOrder(permutation=identity, lines=())
+    found = list(devices)
+    if found[0].platform != "gpu":
+        return found
     if jax.process_count() > 1:
-        line = "device order: as JAX counts them, hosts one after the other"
-        return DeviceOrder(permutation=identity, lines=(line,))
+        _logger.info("device order: as JAX counts them, hosts one after the other")
+        return found
     try:
         addresses = pci_addresses(os.environ.get("CUDA_VISIBLE_DEVICES"))
     except pynvml.NVMLError as error:
-        line = f"device order: as CUDA counts them, NVML cannot be asked ({error})"
-        return DeviceOrder(permutation=identity, lines=(line,))
-    ordinals = [device.local_hardware_id for device in devices]
+        _logger.info("device order: as CUDA counts, NVML cannot be asked (%s)", error)
+        return found
+    ordinals = [device.local_hardware_id for device in found]
     if max(ordinals) >= len(addresses):
-        line = f"device order: as CUDA counts them, NVML knows {len(addresses)} devices"
-        return DeviceOrder(permutation=identity, lines=(line,))
-    return order_by_place([place(addresses[i], sysfs=sysfs) for i in ordinals])
+        known = len(addresses)
+        _logger.info("device order: as CUDA counts, NVML knows %d devices", known)
+        return found
+    places = [pci_place(addresses[ordinal], sysfs=sysfs) for ordinal in ordinals]
+    order = by_place(places)
+    for line in lines(places, order):
+        _logger.info("%s", line)
+    return [found[index] for index in order]
 
 
-def order_by_place(places: Sequence[Place]) -> DeviceOrder:
-    """Sorts by NUMA node and path of bridges, which keeps every subtree together."""
-    permutation = sorted(
+def by_place(places: Sequence[PciPlace]) -> list[int]:
+    """Indices by NUMA node and path of bridges, which keeps every subtree together."""
+    return sorted(
         range(len(places)),
         key=lambda i: (places[i].numa_node, places[i].bridges, places[i].address),
     )
-    lines = tuple(
+
+
+def lines(places: Sequence[PciPlace], order: Sequence[int]) -> list[str]:
+    """What to log of devices in an order of theirs, a line for each."""
+    return [
         f"mesh device {position}: CUDA device {index}, {places[index].address}, "
         f"NUMA node {places[index].numa_node}, below {places[index].switch or '?'}"
-        for position, index in enumerate(permutation)
-    )
-    return DeviceOrder(permutation=tuple(permutation), lines=lines)
+        for position, index in enumerate(order)
+    ]
 
 
-def place(address: str, *, sysfs: pathlib.Path = SYSFS) -> Place:
+def pci_place(address: str, *, sysfs: pathlib.Path = SYSFS) -> PciPlace:
     """Reads where the device of a PCI address sits.
 
     Args:
       address: As NVML writes it (`00000000:65:00.0`) or as sysfs does.
       sysfs: Where sysfs is mounted.
     """
-    address = sysfs_address(address)
+    domain, _, rest = address.lower().partition(":")
+    address = f"{int(domain, 16):04x}:{rest}"
     folder = sysfs / "bus/pci/devices" / address
     node = folder / "numa_node"
-    numa_node = int(node.read_text()) if node.is_file() else -1
-    bridges = [part for part in folder.resolve().parts[:-1] if _BRIDGE.fullmatch(part)]
-    return Place(address=address, numa_node=numa_node, bridges=tuple(bridges))
-
-
-def sysfs_address(address: str) -> str:
-    """`0000:65:00.0` for NVML's `00000000:65:00.0`."""
-    domain, _, rest = address.lower().partition(":")
-    return f"{int(domain, 16):04x}:{rest}"
+    return PciPlace(
+        address=address,
+        numa_node=int(node.read_text()) if node.is_file() else -1,
+        # /sys/devices/pci0000:00/0000:00:05.0/0000:01:00.0: bridges have colons.
+        bridges=tuple(part for part in folder.resolve().parts[:-1] if ":" in part),
+    )
 
 
 def pci_addresses(visible: str | None) -> list[str]:

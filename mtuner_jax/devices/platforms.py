@@ -7,7 +7,6 @@ CUDA_VISIBLE_DEVICES, without JAX. Order of calls: `prepare`, `start`.
 
 import dataclasses
 import hashlib
-import logging
 import os
 import pathlib
 from collections.abc import Mapping
@@ -16,11 +15,10 @@ import jax
 
 from mtuner_jax import configs
 from mtuner_jax.devices import detection, orders
+from mtuner_jax.hardware import cards
 
-_logger = logging.getLogger(__name__)
 # The name JAX documents, and the one that newer versions read as well.
 _FRACTION_NAMES = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
-_DEFAULT_FRACTION = "0.75"
 _DETERMINISTIC_FLAG = "--xla_gpu_deterministic_ops=true"
 
 
@@ -41,7 +39,7 @@ class Prepared:
     memory_fraction: float = 0.0
 
 
-def runs_on_cpu(platform: configs.Platform, found: detection.Found) -> bool:
+def runs_on_cpu(platform: configs.Platform, found: detection.Gpus) -> bool:
     """Whether the run goes to virtual CPU devices, by wish or for want of a GPU.
 
     `--mesh auto` needs to know this, and `found.num_visible`, to choose its size.
@@ -58,7 +56,7 @@ def decide(
     platform: configs.Platform,
     num_devices: int,
     *,
-    found: detection.Found,
+    found: detection.Gpus,
     mesh: str = "auto",
     num_hosts: int = 1,
 ) -> Prepared:
@@ -150,10 +148,7 @@ def start(prepared: Prepared) -> list[jax.Device]:
             f"{prepared.num_devices} devices are needed, JAX has {len(devices)}: "
             f"{devices}; choose a smaller --mesh"
         )
-    order = orders.device_order(devices)
-    for line in order.lines:
-        _logger.info("%s", line)
-    return [devices[index] for index in order.permutation]
+    return orders.neighbours_together(devices)
 
 
 def prepare_gpu(*, deterministic: bool) -> float:
@@ -214,7 +209,7 @@ def cache_directory(
     return base / f"cpu-{hashlib.sha256(flags.encode()).hexdigest()[:12]}"
 
 
-def _why_cpu(platform: configs.Platform, found: detection.Found) -> str:
+def _why_cpu(platform: configs.Platform, found: detection.Gpus) -> str:
     if platform is configs.Platform.CPU:
         return "platform cpu was asked for"
     if found.jax_platforms == "cpu":
@@ -226,7 +221,7 @@ def _why_cpu(platform: configs.Platform, found: detection.Found) -> str:
     return "no accelerator found"
 
 
-def _check_usable(found: detection.Found) -> None:
+def _check_usable(found: detection.Gpus) -> None:
     if not found.num_present:
         raise configs.ConfigError(
             "platform=gpu: no NVIDIA device in /dev or /proc/driver/nvidia/gpus; "
@@ -252,7 +247,7 @@ def _memory_fraction() -> float:
     """Sets the pool's share of the card; the user's value wins."""
     given = [name for name in _FRACTION_NAMES if name in os.environ]
     name = given[0] if given else _FRACTION_NAMES[0]
-    text = os.environ.setdefault(name, _DEFAULT_FRACTION)
+    text = os.environ.setdefault(name, str(cards.COMMON["pool_fraction"].value))
     try:
         fraction = float(text)
     except ValueError:

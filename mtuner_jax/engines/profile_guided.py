@@ -7,6 +7,7 @@ is compiled once more with the profile, which is stored for the next run.
 
 import hashlib
 import logging
+import math
 import pathlib
 import time
 from collections.abc import Callable
@@ -26,6 +27,13 @@ class GuidedStep:
     """A jitted step that compiles itself again once it has been measured.
 
     Call it like the jitted function. It must always get arguments of the same shapes.
+
+    JAX's own `jax_enable_pgle` does the same inside the call of a jitted function, and
+    only there: it does not show the program that it compiled again, whose memory has
+    to be compared with the budget before the run goes on with it, it does not let a
+    step be compiled ahead of its first call, and it keeps no profile for the next run.
+    It also applies to every jitted function of the process. What both share is JAX's
+    profiler session, the one private name used here.
 
     Attributes:
       compiled: The program in use; None before the first call.
@@ -51,7 +59,6 @@ class GuidedStep:
         self._directory = profile_directory
         self._calls = 0
         self._settled_at = 0
-        self._profiled_calls = _PROFILED_CALLS
         self._collector: jax_profiler.PGLEProfiler | None = None
         self._lowered: jax.stages.Lowered | None = None
         self.compiled: jax.stages.Compiled | None = None
@@ -67,10 +74,8 @@ class GuidedStep:
             start = time.perf_counter()
             results = jax.block_until_ready(compiled(*args))
             long = time.perf_counter() - start > _LONG_CALL_S
-            self._profiled_calls = 1 if long else _PROFILED_CALLS
-            self._collector = jax_profiler.PGLEProfiler(
-                self._profiled_calls, _PERCENTILE
-            )
+            calls = 1 if long else _PROFILED_CALLS
+            self._collector = jax_profiler.PGLEProfiler(calls, _PERCENTILE)
             return results
         with self._collector.trace(self._collector):
             results = jax.block_until_ready(compiled(*args))
@@ -111,9 +116,8 @@ class GuidedStep:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(profile)
-        _logger.info(
-            "compiling the step again with a profile of %d steps", self._profiled_calls
-        )
+        calls = self._calls - _WARMUP_CALLS
+        _logger.info("compiling the step again with a profile of %d steps", calls)
         self._compile(profile)
 
     def _compile(self, profile: bytes) -> jax.stages.Compiled:
@@ -163,31 +167,15 @@ def exposed_communication_s(
             for event in line.events:
                 end = event.start_ns + event.duration_ns
                 spans[is_communication(event.name)].append((event.start_ns, end))
-    communication, computation = _union(spans[True]), _union(spans[False])
-    total = sum(end - start for start, end in communication)
-    return total / 1e9, (total - _overlap(communication, computation)) / 1e9
+    total, alone = _covered(spans[True]), _covered(spans[False])
+    both = _covered(spans[True] + spans[False])
+    return total / 1e9, (both - alone) / 1e9
 
 
-def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    joined: list[tuple[float, float]] = []
+def _covered(spans: list[tuple[float, float]]) -> float:
+    """Length of the union of intervals."""
+    total, reached = 0.0, -math.inf
     for start, end in sorted(spans):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
-        else:
-            joined.append((start, end))
-    return joined
-
-
-def _overlap(
-    first: list[tuple[float, float]], second: list[tuple[float, float]]
-) -> float:
-    total, i, j = 0.0, 0, 0
-    while i < len(first) and j < len(second):
-        start = max(first[i][0], second[j][0])
-        end = min(first[i][1], second[j][1])
-        total += max(0.0, end - start)
-        if first[i][1] < second[j][1]:
-            i += 1
-        else:
-            j += 1
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
     return total

@@ -2,33 +2,34 @@
 
 import dataclasses
 import difflib
-import json
 import logging
 import math
 import os
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mtuner_jax.configs import ConfigError
-from mtuner_jax.hardware import boxes, checks
+from mtuner_jax.hardware import boxes
+from mtuner_jax.hardware.cards import Figure
+from mtuner_jax.numbers import records
 
-VERSION = 1
+FORMAT = records.Format(what="hardware", version=1, again="run scripts/calibrate.py")
 DIRECTORY_VARIABLE = "MTUNER_HARDWARE_DIR"
-# Without an accelerator a run stands in for this machine, as `--mesh auto` does.
-WITHOUT_ACCELERATOR = "pcie8"
-_CPU = "cpu"
-_DEVICES_PER_HOST = 8
 _PINNED_SHARE = 0.8  # the rest is for the processes and the system
-_POSITIVE = (
-    "memory_bytes",
-    "pool_fraction",
-    "attention_flops_per_s",
-    "memory_bytes_per_s",
-    "host_bytes_per_s",
-    "overlap_slowdown",
-)
+# Fields with a bound of their own; None is above 0.
+_LEAST: dict[str, float | None] = {
+    "memory_bytes": None,
+    "pool_fraction": None,
+    "attention_flops_per_s": None,
+    "memory_bytes_per_s": None,
+    "host_bytes_per_s": None,
+    "kernel_s": 0.0,
+    "reserve_bytes": 0.0,
+    "host_memory_bytes": 0.0,
+    "overlap_slowdown": 1.0,
+}
 _logger = logging.getLogger(__name__)
 
 
@@ -37,17 +38,17 @@ class Link:
     """What a collective costs whose slowest mesh axis is this one.
 
     Attributes:
-      bytes_per_s: That a device receives in a gather: output x (1 - 1 / group) over
-        its seconds, for large messages.
-      latency_s: Of a small collective.
+      bytes_per_s: What a device receives in a gather, output x (1 - 1 / group), over
+        the gather's seconds, for large messages.
+      latency_s: Seconds of a small collective.
     """
 
     bytes_per_s: float
     latency_s: float
 
     def __post_init__(self):
-        checks.number("link", "bytes_per_s", self.bytes_per_s, least=None)
-        checks.number("link", "latency_s", self.latency_s, least=0.0)
+        _check("link", "bytes_per_s", self.bytes_per_s, least=None)
+        _check("link", "latency_s", self.latency_s, least=0.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,27 +56,27 @@ class Hardware:
     """One machine: equal cards and what links them.
 
     Attributes:
-      name: Of the preset or file.
+      name: The preset's or the file's name.
       device: The card, as JAX names its `device_kind`.
       mesh_sizes: Devices along each mesh axis, slowest link first; () is one device.
-      links: One per mesh axis.
-      memory_bytes: Of a card.
+      links: One link per mesh axis.
+      memory_bytes: A card's memory.
       pool_fraction: Share of it that XLA's allocator takes at start.
-      reserve_bytes: Of that pool, left to what XLA does not count: cuDNN's
+      reserve_bytes: Part of that pool left to what XLA does not count: cuDNN's
         workspaces and fragmentation.
       matmul_flops_per_s: ((tokens, rate), ...) of a layer's products by rows of the
         left operand, ascending; interpolated between, constant outside.
-      attention_flops_per_s: Of causal attention, counting half of the scores, two
-        products forward and five backward (cuDNN redoes one).
-      memory_bytes_per_s: Of the card's memory, as elementwise kernels reach it.
+      attention_flops_per_s: Rate of causal attention, counting half of the scores,
+        two products forward and five backward (cuDNN redoes one).
+      memory_bytes_per_s: Bandwidth of the card's memory that elementwise kernels reach.
       kernel_s: Seconds that each kernel costs beside its work.
-      host_bytes_per_s: Between a card and pinned host memory, each way.
+      host_bytes_per_s: Bandwidth between a card and pinned host memory, each way.
       overlap_slowdown: How many times longer computation takes while a collective
         runs beside it.
       sources: {field: where its figure comes from}; `assumed: ...` where nobody
         measured it.
-      host_memory_bytes: Of a host of up to eight cards; 0 where nobody said, which
-        limits nothing.
+      host_memory_bytes: Memory of a host of up to eight cards; 0 where nobody said,
+        which limits nothing.
     """
 
     name: str
@@ -95,13 +96,21 @@ class Hardware:
     host_memory_bytes: int = 0
 
     def __post_init__(self):
-        for field in _POSITIVE:
-            checks.number(self.name, field, getattr(self, field), least=None)
-        for field in ("kernel_s", "reserve_bytes", "host_memory_bytes"):
-            checks.number(self.name, field, getattr(self, field), least=0)
-        checks.number(self.name, "overlap_slowdown", self.overlap_slowdown, least=1.0)
-        checks.links(self.name, self.links, self.mesh_sizes)
-        checks.matmul(self.name, self.matmul_flops_per_s)
+        for field, least in _LEAST.items():
+            _check(self.name, field, getattr(self, field), least=least)
+        if len(self.links) != len(self.mesh_sizes) or min((1, *self.mesh_sizes)) < 1:
+            raise ConfigError(
+                f"hardware {self.name}: {len(self.links)} links, "
+                f"mesh_sizes={self.mesh_sizes}; one link per axis, sizes from 1 on"
+            )
+        tokens = [count for count, _ in self.matmul_flops_per_s]
+        if not tokens or tokens != sorted(set(tokens)) or tokens[0] < 1:
+            raise ConfigError(
+                f"hardware {self.name}: matmul_flops_per_s at tokens {tokens}; one "
+                "pair or more, tokens ascending from 1 on"
+            )
+        for count, rate in self.matmul_flops_per_s:
+            _check(self.name, f"rate at {count} tokens", rate, least=None)
         if self.pool_fraction > 1.0 or self.budget_bytes <= 0:
             raise ConfigError(
                 f"hardware {self.name}: pool_fraction={self.pool_fraction} of "
@@ -123,12 +132,19 @@ class Hardware:
     @property
     def devices_per_host(self) -> int:
         """Cards of the mesh that share a host's memory."""
-        return min(self.num_devices, _DEVICES_PER_HOST)
+        return min(self.num_devices, boxes.DEVICES_PER_HOST)
 
     @property
     def host_budget_bytes(self) -> int:
         """Pinned host bytes that a device may take; 0 for any number."""
         return int(_PINNED_SHARE * self.host_memory_bytes) // self.devices_per_host
+
+
+FIGURES = tuple(
+    field.name
+    for field in dataclasses.fields(Hardware)
+    if field.name not in ("name", "device", "mesh_sizes", "sources")
+)
 
 
 def preset(name: str) -> Hardware:
@@ -140,24 +156,22 @@ def preset(name: str) -> Hardware:
     box = boxes.BOXES.get(name)
     if box is None:
         raise ConfigError(_unknown(name, boxes.BOXES))
-    figures: dict[str, Any] = {
-        **vars(box.card),
-        "links": tuple(
-            Link(bytes_per_s=float(rate), latency_s=latency)
-            for rate, latency in box.links
-        ),
-        "sources": {
-            **boxes.SHARED_SOURCES,
-            **box.card.sources,
-            "links": box.source,
-            "overlap_slowdown": box.overlap_source,
-        },
+    links = (
+        Link(bytes_per_s=float(tier.bytes_per_s), latency_s=tier.latency_s)
+        for tier in box.tiers
+    )
+    figures = {
+        **box.card.figures,
+        "links": Figure(tuple(links), box.source),
+        "overlap_slowdown": Figure(box.overlap_slowdown, box.overlap_source),
     }
+    values: dict[str, Any] = {field: known.value for field, known in figures.items()}
     return Hardware(
         name=name,
+        device=box.card.device,
         mesh_sizes=box.mesh_sizes,
-        overlap_slowdown=box.overlap_slowdown,
-        **figures,
+        sources={field: known.source for field, known in figures.items()},
+        **values,
     )
 
 
@@ -177,7 +191,7 @@ def find(
       mesh_sizes: Devices along each axis of the mesh, slowest link first.
       mesh: Name of the mesh, for `auto`.
       device_kind: What JAX calls the devices it found; empty if JAX was not asked.
-      directory: Of calibrations; `default_directory()` if None.
+      directory: Where calibrations lie; `default_directory()` if None.
 
     Raises:
       ConfigError: Nothing of that name, a file that does not fit, or more mesh axes
@@ -202,9 +216,8 @@ def fitted(hardware: Hardware, mesh_sizes: tuple[int, ...]) -> Hardware:
     """
     sizes = tuple(size for size in mesh_sizes if size > 1)
     if len(sizes) > len(hardware.links):
-        known = boxes.BOXES.items()
-        enough = {name: box for name, box in known if len(box.links) >= len(sizes)}
-        same = [n for n, box in enough.items() if box.card.device == hardware.device]
+        enough = boxes.with_axes(len(sizes))
+        same = boxes.with_axes(len(sizes), device=hardware.device)
         text = "x".join(map(str, sizes))
         raise ConfigError(
             f"hardware {hardware.name} describes {len(hardware.links)} links, mesh "
@@ -222,19 +235,17 @@ def name_for(
 
     Args:
       device_kind: As JAX names the card.
-      num_devices: Cards.
+      num_devices: How many cards there are.
       environ: NCCL_P2P_DISABLE=1 asks for the preset's variant without peer-to-peer.
     """
+    disabled = environ.get("NCCL_P2P_DISABLE") == "1"
+    for wanted in (disabled, False):
+        for name, box in boxes.BOXES.items():
+            found = (box.card.device, box.num_devices, box.p2p_disabled)
+            if found == (device_kind, num_devices, wanted):
+                return name
     slug = re.sub(r"[^a-z0-9]+", "-", device_kind.lower()).strip("-")
-    name = f"{slug}x{num_devices}"
-    for known, box in boxes.BOXES.items():
-        same = (box.card.device, math.prod(box.mesh_sizes))
-        if same == (device_kind, num_devices) and not known.endswith("-pcie"):
-            name = known
-    if environ.get("NCCL_P2P_DISABLE") != "1":
-        return name
-    slow = f"{name}-pcie"
-    return slow if slow in boxes.BOXES else name
+    return f"{slug}x{num_devices}"
 
 
 def default_directory(*, environ: Mapping[str, str] = os.environ) -> pathlib.Path:
@@ -245,95 +256,47 @@ def default_directory(*, environ: Mapping[str, str] = os.environ) -> pathlib.Pat
     return pathlib.Path(cache, "mtuner-jax/hardware")
 
 
-def to_json(hardware: Hardware) -> str:
-    """Serialises, byte for byte the same for equal figures."""
-    content = {"version": VERSION, **dataclasses.asdict(hardware)}
-    return json.dumps(content, sort_keys=True, indent=1) + "\n"
-
-
-def from_json(text: str) -> Hardware:
-    """Reads what `to_json` wrote.
-
-    Raises:
-      ConfigError: No JSON, another version, fields missing or unknown, or figures
-        that cannot be.
-    """
-    try:
-        content: Any = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"hardware: not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"hardware: a JSON object, not {type(content).__name__}")
-    version = content.pop("version", None)
-    if version != VERSION:
-        raise ConfigError(
-            f"hardware version {version} is not {VERSION}; run scripts/calibrate.py"
-        )
-    names = {field.name for field in dataclasses.fields(Hardware)}
-    optional = {"host_memory_bytes"}  # younger than the version
-    for what, wrong in (
-        ("misses", names - optional - set(content)),
-        ("has", set(content) - names),
-    ):
-        if wrong:
-            raise ConfigError(
-                f"hardware: {what} the field {', '.join(sorted(wrong))}; its fields "
-                f"are {', '.join(sorted(names))}"
-            )
-    try:
-        figures: dict[str, Any] = {
-            **content,
-            "mesh_sizes": tuple(content["mesh_sizes"]),
-            "links": tuple(Link(**link) for link in content["links"]),
-            "matmul_flops_per_s": tuple(map(tuple, content["matmul_flops_per_s"])),
-            "sources": {str(field): str(x) for field, x in content["sources"].items()},
-        }
-        return Hardware(**figures)
-    except (TypeError, AttributeError) as error:
-        raise ConfigError(f"hardware: {error}") from error
-
-
 def read(path: pathlib.Path) -> Hardware:
     """Reads a file that `write` wrote.
 
     Raises:
-      ConfigError: No such file, or not what `to_json` writes.
+      ConfigError: No such file, no JSON, another version, fields missing or unknown,
+        or figures that cannot be; it names the file.
     """
     if not path.is_file():
         raise ConfigError(f"hardware={str(path)!r}: no such file")
     try:
-        return from_json(path.read_text(encoding="utf-8"))
+        return FORMAT.from_json(path.read_text(encoding="utf-8"), Hardware)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
 def write(path: pathlib.Path, hardware: Hardware) -> None:
-    """Writes a machine's figures, making the folder."""
+    """Writes a machine's figures, byte for byte the same for equal ones."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(to_json(hardware), encoding="utf-8")
+    path.write_text(FORMAT.to_json(hardware), encoding="utf-8")
 
 
-def _automatic(mesh_sizes, mesh, device_kind, directory):
+def _automatic(
+    mesh_sizes: tuple[int, ...], mesh: str, device_kind: str, directory: pathlib.Path
+) -> str:
     """The name that `auto` stands for; what is not obvious is logged."""
-    presets = boxes.BOXES
     num_devices = math.prod(mesh_sizes)
-    if device_kind in ("", _CPU):
-        chosen = mesh if mesh in presets else WITHOUT_ACCELERATOR
+    if device_kind in ("", "cpu"):
+        chosen = mesh if mesh in boxes.BOXES else boxes.WITHOUT_ACCELERATOR
         _logger.info("hardware %s: no GPU was asked for its figures", chosen)
         return chosen
     name = name_for(device_kind, num_devices)
-    if name in presets or _file(directory, name).is_file():
+    if name in boxes.BOXES or _file(directory, name).is_file():
         return name
-    larger = [
-        (math.prod(box.mesh_sizes), known)
-        for known, box in presets.items()
-        if box.card.device == device_kind and len(box.links) >= len(mesh_sizes)
-    ]
-    chosen = min(larger)[1] if larger else mesh
-    if chosen not in presets:
+    larger = boxes.with_axes(len(mesh_sizes), device=device_kind)
+    by_size = sorted(larger, key=lambda known: (boxes.BOXES[known].num_devices, known))
+    chosen = by_size[0] if by_size else mesh
+    if chosen not in boxes.BOXES:
         raise ConfigError(
             f"hardware=auto: nothing is known of {num_devices} x {device_kind}; run "
-            f"scripts/calibrate.py, or give --hardware {', '.join(presets)} or a file"
+            "scripts/calibrate.py, or give "
+            f"--hardware {', '.join(boxes.BOXES)} or a file"
         )
     _logger.warning(
         "hardware: %d x %s is not known, figures are those of %s; scripts/calibrate.py "
@@ -345,7 +308,7 @@ def _automatic(mesh_sizes, mesh, device_kind, directory):
     return chosen
 
 
-def _named(name, directory):
+def _named(name: str, directory: pathlib.Path) -> Hardware:
     """A calibration if there is one that may stand for the name, else the preset."""
     path = _file(directory, name)
     known = boxes.BOXES.get(name)
@@ -369,11 +332,11 @@ def _named(name, directory):
     return preset(name)
 
 
-def _file(directory, name):
+def _file(directory: pathlib.Path, name: str) -> pathlib.Path:
     return directory / f"{name}.json"
 
 
-def _unknown(name, known):
+def _unknown(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     hint = f" (did you mean {' or '.join(near)}?)" if near else ""
@@ -381,3 +344,11 @@ def _unknown(name, known):
         f"hardware={name!r} is unknown{hint}; use auto, {', '.join(names)}, or a .json "
         "file of scripts/calibrate.py"
     )
+
+
+def _check(name: str, field: str, value: float, *, least: float | None) -> None:
+    """Refuses what is not finite, or not above 0 (`least` None), or below `least`."""
+    good = value > 0 if least is None else value >= least
+    if not good or not math.isfinite(value):
+        bound = "above 0" if least is None else f"at least {least:g}"
+        raise ConfigError(f"hardware {name}: {field}={value!r} must be {bound}")

@@ -1,1 +1,1 @@
-"""What was compiled: collectives, memory, programs for absent GPUs."""
+"""What was compiled: memory, programs for absent GPUs."""

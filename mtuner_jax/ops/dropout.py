@@ -51,7 +51,16 @@ def stable_hash(text: str) -> int:
 def threefry_2x32(
     keys: Key, count_0: jax.Array, count_1: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Threefry-2x32 with 20 rounds, elementwise over two uint32 counters."""
+    """Threefry-2x32 with 20 rounds, elementwise over two uint32 counters.
+
+    Args:
+      keys: The key, scalars.
+      count_0: The counter's first words, uint32 of any shape.
+      count_1: Its second words, of a shape that broadcasts with the first.
+
+    Returns:
+      Two random uint32 arrays of the counters' shape.
+    """
     ks = (keys.high, keys.low, keys.high ^ keys.low ^ jnp.uint32(0x1BD11BDA))
     x_0, x_1 = count_0 + ks[0], count_1 + ks[1]
     for block in range(5):
@@ -67,7 +76,13 @@ def threefry_2x32(
 def keep_mask(
     keys: Key, places: Places, *, num_features: int, rate: float
 ) -> jax.Array:
-    """Which elements survive.
+    """Which elements survive; the same ones whatever shares their batch.
+
+    Args:
+      keys: The key of adapter, module, layer and step.
+      places: Where each token comes from, [B, T].
+      num_features: Elements of a token.
+      rate: Share that does not survive, at a resolution of 2^-32.
 
     Returns:
       bool [B, T, num_features], True with probability 1 - rate.
@@ -83,6 +98,6 @@ def keep_mask(
 
 
 def apply(x_BTD: jax.Array, keys: Key, places: Places, *, rate: float) -> jax.Array:
-    """Zeroes elements with probability `rate` and scales the rest by 1/(1 - rate)."""
+    """Zeroes elements of [B, T, D] at `rate` and scales the rest by 1 / (1 - rate)."""
     keep = keep_mask(keys, places, num_features=x_BTD.shape[-1], rate=rate)
     return jnp.where(keep, x_BTD / (1.0 - rate), jnp.zeros_like(x_BTD))

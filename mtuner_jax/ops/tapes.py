@@ -30,7 +30,7 @@ class Tape:
         self.recorded: dict[str, jax.Array] = {}
 
     def keep(self, name: str, value: jax.Array) -> jax.Array:
-        """Marks `value` as a tensor that a plan may save."""
+        """Marks `value`, of any shape, as a tensor that a plan may save."""
         if name not in self._names:
             return value
         if self._saved is not None:
@@ -48,32 +48,39 @@ class Tape:
 
         Args:
           name: The output is saved under it, the other as `{name}_extra`.
-          compute: Runs the operation: (output, extra).
-          replay: (saved output, saved extra) -> output, without running it, but with
-            the operation's gradient.
+          compute: Runs the operation and returns (output, extra).
+          replay: Takes the saved two and returns the output, without running the
+            operation, but with its gradient.
         """
+        extra_name = f"{name}_extra"
         if name in self._names and self._saved is not None:
-            return replay(self._saved[name], self._saved[f"{name}_extra"])
+            return replay(self._saved[name], self._saved[extra_name])
         output, extra = compute()
         if name in self._names:
-            self.recorded[name] = output
-            self.recorded[f"{name}_extra"] = extra
+            self.recorded |= {name: output, extra_name: extra}
         return output
 
 
 @jax.custom_vjp
 def substitute(computed: jax.Array, saved: jax.Array) -> jax.Array:
-    """Has the value of `saved` and the gradient of `computed`."""
+    """Has the value of `saved` and the gradient of `computed`, both of one shape.
+
+    Unlike `saved + computed - stop_gradient(computed)` it makes no use of the value of
+    `computed`, so that XLA removes the forward computation that led to it.
+    """
     del computed
     return saved
 
 
-def _substitute_fwd(computed, saved):
+def _substitute_fwd(computed: jax.Array, saved: jax.Array) -> tuple[jax.Array, None]:
     del computed
     return saved, None
 
 
-def _substitute_bwd(_, cotangent):
+def _substitute_bwd(
+    residuals: None, cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    del residuals
     return cotangent, jnp.zeros_like(cotangent)
 
 

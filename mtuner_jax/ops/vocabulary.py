@@ -5,20 +5,12 @@ Call these inside `jax.shard_map`. `shard_VD` is a device's rows of a table spli
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from mtuner_jax.numbers import chunking
-
-
-class _Tokens(NamedTuple):
-    """Tokens of one device: vectors [S, D], targets [S], weights [S]."""
-
-    x_SD: jax.Array
-    targets_S: jax.Array
-    weights_S: jax.Array
+from mtuner_jax.ops.cross_entropy.operands import Tokens
 
 
 def _order(axes: Sequence[str]) -> tuple[str, ...]:
@@ -41,21 +33,17 @@ def lookup(shard_VD: jax.Array, ids_BT: jax.Array, *, axes: Sequence[str]) -> ja
 
 
 def value_and_grad(
-    x_SD: jax.Array,
+    tokens: Tokens,
     shard_VD: jax.Array,
-    targets_S: jax.Array,
-    weights_S: jax.Array,
     *,
     axes: Sequence[str],
     vocab_size: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """`losses.cross_entropy` of this device's tokens on the split table.
+    """`cross_entropy.reference` of this device's tokens on the split table.
 
     Args:
-      x_SD: This device's tokens, [S, D].
-      shard_VD: This device's rows, in the dtype of `x_SD`.
-      targets_S: Tokens to be predicted, [S].
-      weights_S: Weights of their losses, [S].
+      tokens: This device's, [S, D] and [S].
+      shard_VD: This device's rows, in the dtype of the tokens.
       axes: Mesh axes that the table is split over, slowest link first.
       vocab_size: Rows that are tokens; the others are padding.
 
@@ -64,27 +52,26 @@ def value_and_grad(
       tokens, one all-gather and one reduce-scatter of vectors, and two reductions of
       a number per token.
     """
-    size = chunking.loss_tokens(x_SD.shape[0], shard_VD.shape[0])
-    tokens = _Tokens(x_SD, targets_S, weights_S)
+    size = chunking.loss_tokens(tokens.x_SD.shape[0], shard_VD.shape[0])
     chunks = jax.tree.map(
         lambda array: array.reshape(-1, size, *array.shape[1:]), tokens
     )
 
-    def body(_: None, chunk: _Tokens) -> tuple[None, tuple[jax.Array, jax.Array]]:
+    def body(_: None, chunk: Tokens) -> tuple[None, tuple[jax.Array, jax.Array]]:
         return None, _chunk(chunk, shard_VD, axes=axes, vocab_size=vocab_size)
 
     _, (sums, dx) = jax.lax.scan(body, None, chunks)
-    return sums.sum(), dx.reshape(x_SD.shape)
+    return sums.sum(), dx.reshape(tokens.x_SD.shape)
 
 
 def _chunk(
-    chunk: _Tokens, shard_VD: jax.Array, *, axes: Sequence[str], vocab_size: int
+    chunk: Tokens, shard_VD: jax.Array, *, axes: Sequence[str], vocab_size: int
 ) -> tuple[jax.Array, jax.Array]:
     """(loss sum of this device's tokens, gradient to them) for one chunk each."""
     order, rows = _order(axes), shard_VD.shape[0]
     wide = jnp.promote_types(shard_VD.dtype, jnp.float32)
     # [S of all devices, ...]: each device has logits of all tokens for its own rows.
-    every = _Tokens(
+    every = Tokens(
         *(jax.lax.all_gather(part, order, axis=0, tiled=True) for part in chunk)
     )
     first = jax.lax.axis_index(order) * rows

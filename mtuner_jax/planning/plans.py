@@ -7,15 +7,14 @@ a mesh of 2 x 2 x 2, a weight held over 0, 1, 2, 3 axes is held to 1/8, 1/4, 1/2
 
 import dataclasses
 import enum
-import json
-import math
 import pathlib
 from typing import Any
 
 from mtuner_jax.configs import ConfigError
+from mtuner_jax.numbers.records import Format
+from mtuner_jax.planning.axes import Axes
 
-VERSION = 2
-_TYPE_NAMES = {int: "an integer", bool: "true or false", str: "a string"}
+FORMAT = Format(what="plan", version=2, again="plan again")
 
 
 class Saved(enum.StrEnum):
@@ -48,6 +47,8 @@ SAVED_TENSORS: dict[Saved, tuple[str, ...]] = {
     Saved.LAYER_INPUT: (),
     Saved.LAYER_INPUT_ON_HOST: (),
 }
+# What of it waits in pinned host memory; the layer's input is kept in any case.
+ON_HOST: dict[Saved, tuple[str, ...]] = {Saved.LAYER_INPUT_ON_HOST: ("layer_input",)}
 
 
 class Table(enum.StrEnum):
@@ -79,7 +80,8 @@ class SegmentPlan:
       rest_axes: Mesh axes over which a weight is always held.
       fwd_keep_axes: Axes over which the copy is held that stays from a layer's
         forward to its backward pass; `rest_axes` keeps none.
-      bwd_keep_axes: Likewise from the backward pass to the next forward pass, of the
+      bwd_keep_axes: Axes over which the copy is held that stays from a layer's
+        backward pass to the next forward pass, of the
         next microbatch or step.
       saved: What is kept for the backward pass beside the layer's input.
       prefetch: Gather the next layer's weights while a layer runs.
@@ -94,46 +96,66 @@ class SegmentPlan:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """One optimizer step, cut into pieces.
+class StepChoices:
+    """How a step is cut and what it holds beside its layers: a plan without segments.
 
     Attributes:
       mesh_sizes: Devices along each mesh axis, slowest link first.
-      segments: Layers from the first to the last.
       microbatch: Rows a device runs at once.
       accumulation: Microbatches a device runs in a step, one after the other.
-      tail_layers: Last layers that run forward, loss and backward on part of the
-        microbatch at a time; whole segments.
-      tail_chunks: Parts of a microbatch in the tail.
+      tail_chunks: Parts of a microbatch in the tail; 1 without a tail.
       embedding: The input table.
       head: The output table.
       adapters: Where adapters and moments are.
-      weight_dtype: Stored dtype of the frozen weights.
       merge_gathers: Let one collective gather all weights of a layer.
-      model: Shape of the model it is for, as `workloads.Workload.shape_name` says it;
-        empty fits any model of so many layers.
     """
 
     mesh_sizes: tuple[int, ...]
-    segments: tuple[SegmentPlan, ...]
     microbatch: int
     accumulation: int
-    tail_layers: int = 0
     tail_chunks: int = 1
     embedding: Table = Table.GATHERED
     head: Table = Table.GATHERED
     adapters: AdapterState = AdapterState.REPLICATED
-    weight_dtype: str = "bfloat16"
     merge_gathers: bool = False
+
+    @property
+    def axes(self) -> Axes:
+        """The mesh's axes by role."""
+        return Axes(data=self.mesh_sizes)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the mesh."""
+        return self.axes.num_devices
+
+    @property
+    def rows(self) -> int:
+        """Rows a step can take; a smaller global batch is padded to it."""
+        return self.num_devices * self.microbatch * self.accumulation
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(StepChoices):
+    """One optimizer step, cut into pieces: the step's choices and its layers.
+
+    Attributes:
+      segments: Layers from the first to the last.
+      tail_layers: Last layers that run forward, loss and backward on part of the
+        microbatch at a time; whole segments.
+      weight_dtype: Stored dtype of the frozen weights.
+      model: Shape of the model it is for, as `workloads.Workload.shape_name` says it;
+        empty fits any model of so many layers.
+    """
+
+    segments: tuple[SegmentPlan, ...]
+    tail_layers: int = 0
+    weight_dtype: str = "bfloat16"
     model: str = ""
 
     def __post_init__(self):
         if not self.segments:
             raise ConfigError("plan: no segments")
-        for record in (self, *self.segments):
-            _check_types(record)
-        for size in self.mesh_sizes:
-            _check_type("mesh_sizes", size, int)
         for index, segment in enumerate(self.segments):
             _check_segment(segment, index, len(self.mesh_sizes))
         for name in ("microbatch", "accumulation", "tail_chunks"):
@@ -149,19 +171,17 @@ class Plan:
         self.tail_start  # noqa: B018  (checks that the tail is whole segments)
 
     @property
+    def choices(self) -> StepChoices:
+        """The plan without its layers."""
+        fields = dataclasses.fields(StepChoices)
+        return StepChoices(
+            **{field.name: getattr(self, field.name) for field in fields}
+        )
+
+    @property
     def num_layers(self) -> int:
         """Layers of all segments."""
         return sum(segment.num_layers for segment in self.segments)
-
-    @property
-    def num_devices(self) -> int:
-        """Devices of the mesh."""
-        return math.prod(self.mesh_sizes)
-
-    @property
-    def rows(self) -> int:
-        """Rows a step can take; a smaller global batch is padded to it."""
-        return self.num_devices * self.microbatch * self.accumulation
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -206,14 +226,14 @@ def static(
     """
     if name not in ("fsdp", "replicated"):
         raise ConfigError(f"plan={name!r} is unknown; use fsdp, replicated or a file")
-    one_device = math.prod(mesh_sizes) == 1  # holds everything anyway
-    whole = len(mesh_sizes) if name == "replicated" or one_device else 0
+    axes = Axes(data=mesh_sizes)
+    held = axes.whole if name == "replicated" else axes.lowest
     names = {field.name for field in dataclasses.fields(SegmentPlan)}
     segment = SegmentPlan(
         num_layers=num_layers,
-        rest_axes=whole,
-        fwd_keep_axes=whole,
-        bwd_keep_axes=whole,
+        rest_axes=held,
+        fwd_keep_axes=held,
+        bwd_keep_axes=held,
         **{name: value for name, value in settings.items() if name in names},
     )
     return Plan(
@@ -227,40 +247,17 @@ def static(
 
 def to_json(plan: Plan) -> str:
     """Serialises a plan, byte for byte the same for equal plans."""
-    content = {"version": VERSION, **dataclasses.asdict(plan)}
-    return json.dumps(content, sort_keys=True, indent=1) + "\n"
+    return FORMAT.to_json(plan)
 
 
 def from_json(text: str) -> Plan:
     """Reads what `to_json` wrote.
 
     Raises:
-      ConfigError: No JSON, another version, or a field that is missing, unknown or
-        of another type.
+      ConfigError: No JSON, another version, or a field that is missing, unknown, of
+        another type or of a value that no plan has.
     """
-    try:
-        content: dict[str, Any] = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"plan: not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"plan: a JSON object, not {type(content).__name__}")
-    version = content.pop("version", None)
-    if version != VERSION:
-        raise ConfigError(f"plan version {version} is not {VERSION}; plan again")
-    kinds = {"embedding": Table, "head": Table, "adapters": AdapterState}
-    try:
-        segments = tuple(
-            SegmentPlan(**{**entry, "saved": _choice("saved", entry["saved"], Saved)})
-            for entry in content.pop("segments")
-        )
-        mesh_sizes = tuple(content.pop("mesh_sizes"))
-        chosen = {
-            name: _choice(name, value, kinds[name]) if name in kinds else value
-            for name, value in content.items()
-        }
-        return Plan(segments=segments, mesh_sizes=mesh_sizes, **chosen)
-    except (TypeError, KeyError) as error:
-        raise ConfigError(f"plan: {error}") from error
+    return FORMAT.from_json(text, Plan)
 
 
 def read(path: pathlib.Path) -> Plan:
@@ -280,7 +277,7 @@ def table(plan: Plan) -> str:
         rows.append(
             (
                 f"{start}-{start + segment.num_layers - 1}",
-                *(_ratio(plan.mesh_sizes, axes) for axes in kept),
+                *(_ratio(plan.axes, held) for held in kept),
                 segment.saved.value,
                 "yes" if segment.prefetch else "no",
                 f"in {plan.tail_chunks} parts" if in_tail else "whole microbatch",
@@ -299,27 +296,9 @@ def table(plan: Plan) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _ratio(mesh_sizes: tuple[int, ...], axes: int) -> str:
-    devices = math.prod(mesh_sizes[axes:])
+def _ratio(axes: Axes, held: int) -> str:
+    devices = axes.sharing(held)
     return "1" if devices == 1 else f"1/{devices}"
-
-
-def _choice(name: str, value: Any, kind: type[enum.StrEnum]) -> Any:
-    if value not in list(kind):
-        raise ConfigError(f"plan: {name}={value!r}; one of {', '.join(kind)}")
-    return kind(value)
-
-
-def _check_types(record: "SegmentPlan | Plan") -> None:
-    for field in dataclasses.fields(record):
-        if field.type in _TYPE_NAMES:
-            _check_type(field.name, getattr(record, field.name), field.type)
-
-
-def _check_type(name: str, value: Any, kind: Any) -> None:
-    # A bool is an int to Python, not in a plan.
-    if type(value) is not kind:
-        raise ConfigError(f"plan: {name}={value!r} is not {_TYPE_NAMES[kind]}")
 
 
 def _check_segment(segment: SegmentPlan, index: int, num_axes: int) -> None:

@@ -1,6 +1,7 @@
 """A plan and its price, as text for people and as data for files."""
 
 import dataclasses
+import functools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,9 @@ from mtuner_jax.planning.costs import forecasts
 from mtuner_jax.planning.costs.forecasts import Forecast
 from mtuner_jax.planning.costs.timelines import Timeline
 from mtuner_jax.planning.plans import Plan
+from mtuner_jax.planning.searching import limits
+from mtuner_jax.planning.searching.limits import Limit
+from mtuner_jax.planning.searching.search import Found
 from mtuner_jax.planning.searching.static_plans import Static
 from mtuner_jax.planning.workloads import Workload
 
@@ -27,6 +31,7 @@ _TIME_FIELDS = (
 )
 _SECONDS = ("step_s", "compute_s", "communication_s", "exposed_s")
 _SHOWN_BYTES = 2**30 // 200  # less prints as 0.00 GiB
+_ATTENTION_NAMES = {"cudnn": "cuDNN", "xla": "XLA"}
 _WON = 1.005  # below it, two decimals of the gain show nothing
 
 
@@ -41,12 +46,8 @@ class Report:
       plan: How.
       timeline: Its seconds.
       forecast: Its bytes.
-      binds: What keeps it from being faster, such as `compute-bound`; empty where
-        nobody searched.
-      reason: The same as a sentence.
+      found: What the search said; None where nobody searched.
       statics: What it is compared with; empty where nobody did.
-      num_scored: Plans that the search looked at; 0 without a search.
-      search_s: Its seconds.
     """
 
     workload: Workload
@@ -55,11 +56,13 @@ class Report:
     plan: Plan
     timeline: Timeline
     forecast: Forecast
-    binds: str = ""
-    reason: str = ""
+    found: Found | None = None
     statics: tuple[Static, ...] = ()
-    num_scored: int = 0
-    search_s: float = 0.0
+
+    @functools.cached_property
+    def limit(self) -> Limit | None:
+        """What keeps the plan from being faster; takes further searches."""
+        return limits.find(self.found) if self.found else None
 
     @property
     def host_bytes(self) -> int:
@@ -195,7 +198,7 @@ def gain(report: Report) -> str:
     if value < 1 / _WON:
         return f"gain {value:.2f}x: slower than {best.name} ({_seconds(best.step_s)})"
     if value < _WON:
-        why = f"{report.binds}, " if report.binds else ""
+        why = f"{report.limit.binds}, " if report.limit else ""
         return f"gain 1.00x: {why}nothing to be won over {best.name}"
     return f"gain {value:.2f}x over {best.name} ({_seconds(best.step_s)})"
 
@@ -232,12 +235,12 @@ def to_data(report: Report) -> dict[str, Any]:
         "timeline": {
             name: getattr(timeline, name) for name in (*_SECONDS, "tokens_per_s")
         },
-        "binds": report.binds,
-        "reason": report.reason,
+        "binds": report.limit.binds if report.limit else "",
+        "reason": report.limit.reason if report.limit else "",
         "statics": [_static_data(static) for static in report.statics],
         "gain": report.gain,
-        "num_scored": report.num_scored,
-        "search_s": report.search_s,
+        "num_scored": report.found.num_scored if report.found else 0,
+        "search_s": report.found.search_s if report.found else 0.0,
     }
 
 
@@ -255,11 +258,11 @@ def _static_data(static: Static) -> dict[str, Any]:
     }
 
 
-def _heading(report):
+def _heading(report: Report) -> str:
     workload, hardware = report.workload, report.hardware
     mesh = " x ".join(map(str, report.plan.mesh_sizes))
     adapters = f"{workload.num_adapter_weights:,} adapter weights"
-    attention = "cuDNN" if workload.cudnn_attention else "XLA"
+    attention = _ATTENTION_NAMES[workload.attention]
     return (
         f"{workload.model}: {workload.num_layers} layers, {adapters}, {attention} "
         f"attention; {workload.global_batch_size} rows of {workload.max_length:,} "
@@ -268,7 +271,7 @@ def _heading(report):
     )
 
 
-def _times(report):
+def _times(report: Report) -> str:
     timeline, star = report.timeline, _star(report.hardware)
     labels = ("step", "computation", "communication", "not overlapped")
     rows = [
@@ -279,7 +282,7 @@ def _times(report):
     return f"{columns(rows)}\n{rate}"
 
 
-def _memory(forecast, budget_bytes):
+def _memory(forecast: Forecast, budget_bytes: int) -> str:
     kinds = dataclasses.asdict(forecast)
     shown = {kind: size for kind, size in kinds.items() if size >= _SHOWN_BYTES}
     other = forecast.total_bytes - sum(shown.values())
@@ -290,7 +293,7 @@ def _memory(forecast, budget_bytes):
     return columns(rows)
 
 
-def _host(report):
+def _host(report: Report) -> str:
     """Pinned host memory, where a plan takes any."""
     machine, taken = report.hardware, report.host_bytes
     if not taken:
@@ -306,7 +309,7 @@ def _host(report):
     return f"{line}, of {_gib(limit)} GiB that may be pinned"
 
 
-def _verdict(report):
+def _verdict(report: Report) -> str:
     lines = []
     if not report.fits_host:
         lines.append(
@@ -319,12 +322,12 @@ def _verdict(report):
             f"does not fit: {_gib(over)} GiB above the budget; plan again, or raise "
             "memory_budget"
         )
-    if report.binds:
-        lines.append(f"{report.binds}: {report.reason}")
+    if report.limit:
+        lines.append(f"{report.limit.binds}: {report.limit.reason}")
     return "\n".join(lines)
 
 
-def _statics(report):
+def _statics(report: Report) -> str:
     rows = [("static setting", "best variant", "step", "GiB")]
     for static in report.statics:
         if static.plan is None:
@@ -342,10 +345,11 @@ def _statics(report):
     return columns(rows, left=2)
 
 
-def _notes(report):
+def _notes(report: Report) -> str:
     lines = []
-    if report.num_scored:
-        lines.append(f"{report.num_scored:,} plans compared in {report.search_s:.1f} s")
+    if report.found:
+        scored, search_s = report.found.num_scored, report.found.search_s
+        lines.append(f"{scored:,} plans compared in {search_s:.1f} s")
     fields = assumed(report.hardware)
     if fields:
         lines.append(
@@ -355,15 +359,15 @@ def _notes(report):
     return "\n".join(lines)
 
 
-def _star(hardware):
+def _star(hardware: Hardware) -> str:
     return " *" if assumed(hardware) else ""
 
 
-def _seconds(seconds):
+def _seconds(seconds: float) -> str:
     if seconds >= 10:
         return f"{seconds:,.1f} s"
     return f"{seconds:.3f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
 
 
-def _gib(num_bytes):
+def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f}"

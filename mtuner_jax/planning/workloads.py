@@ -2,7 +2,7 @@
 
 import dataclasses
 
-_DTYPES = {2: "bfloat16", 4: "float32", 8: "float64"}
+_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -13,7 +13,7 @@ class Linear:
       name: Its leaf name, such as `q_proj`.
       in_dim: Input features.
       out_dim: Output features.
-      rank: Of its adapter; 0 without one.
+      rank: Rank of its adapter; 0 without one.
     """
 
     name: str
@@ -35,13 +35,15 @@ class Workload:
       head_dim: Features of a head (H).
       vocab_size: Rows of a vocabulary table (V).
       tied_embeddings: Whether input and output table are one.
-      linears: Of one layer, in the order they run.
+      linears: Linears of one layer, in the order they run.
       replicated_layer_weights: Elements of a layer that every device holds whole:
         norm scales and biases.
       max_length: Tokens in a row (T).
       global_batch_size: Rows in an optimizer step; the planner never changes it.
-      element_bytes: Of a stored weight and of an activation.
-      cudnn_attention: Attention by cuDNN, else by XLA with whole score matrices.
+      weight_dtype: Dtype in which frozen weights are stored and gathered.
+      activation_dtype: Dtype of the stream, of saved tensors, and of the arena.
+      attention: Implementation of attention, a row of `costs.fitted.ATTENTION`.
+      low_rank: Implementation of adapters, a row of `costs.fitted.LOW_RANK`.
       dropout: Whether adapters have dropout.
     """
 
@@ -57,8 +59,10 @@ class Workload:
     replicated_layer_weights: int
     max_length: int
     global_batch_size: int
-    element_bytes: int = 2
-    cudnn_attention: bool = True
+    weight_dtype: str = "bfloat16"
+    activation_dtype: str = "bfloat16"
+    attention: str = "cudnn"
+    low_rank: str = "xla"
     dropout: bool = False
 
     @property
@@ -86,20 +90,30 @@ class Workload:
         return " ".join([*words, "tied"] if self.tied_embeddings else words)
 
     @property
-    def dtype(self) -> str:
-        """Of a stored weight and of an activation, by name."""
-        return _DTYPES[self.element_bytes]
+    def weight_bytes(self) -> int:
+        """Bytes of an element of a stored weight."""
+        return _BYTES[self.weight_dtype]
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of an element of an activation."""
+        return _BYTES[self.activation_dtype]
 
     @property
     def layer_weight_bytes(self) -> int:
         """Bytes of a layer's linears, whole."""
         weights = sum(linear.in_dim * linear.out_dim for linear in self.linears)
-        return weights * self.element_bytes
+        return weights * self.weight_bytes
+
+    @property
+    def adapted(self) -> tuple[Linear, ...]:
+        """Linears that have an adapter."""
+        return tuple(linear for linear in self.linears if linear.rank)
 
     @property
     def table_bytes(self) -> int:
         """Bytes of one vocabulary table, whole."""
-        return self.vocab_size * self.hidden_size * self.element_bytes
+        return self.vocab_size * self.hidden_size * self.weight_bytes
 
     @property
     def num_adapter_weights(self) -> int:

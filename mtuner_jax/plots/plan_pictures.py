@@ -17,16 +17,7 @@ from mtuner_jax.planning.plans import Plan
 
 LANES = (timelines.COMPUTE, timelines.LINK, timelines.HOST)
 # Kinds of bars: of layers, of the rest, and of the lack of any computation.
-BARS = (
-    "forward",
-    "backward",
-    "copies",
-    "other",
-    "waits",
-    "weights",
-    "moved",
-    "layer_input",
-)
+BARS = "forward backward copies other waits weights moved layer_input".split()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,7 +105,9 @@ def shares(spans: Sequence[tuple[float, float]], edges_s: np.ndarray) -> np.ndar
     return np.diff(np.interp(edges_s, times, done_s)) / np.diff(edges_s)
 
 
-def _window(plan, timeline, microbatch):
+def _window(
+    plan: Plan, timeline: Timeline, microbatch: int | None
+) -> tuple[float, float]:
     if microbatch is None:
         return 0.0, timeline.step_s
     if not 0 <= microbatch < plan.accumulation:
@@ -126,7 +119,7 @@ def _window(plan, timeline, microbatch):
     return starts[microbatch], ends[microbatch]
 
 
-def _held(plan, timeline):
+def _held(plan: Plan, timeline: Timeline) -> tuple[np.ndarray, np.ndarray]:
     """(edges [E + 1], axes held [L, E]); a gather counts from its start."""
     segments = [s for s in plan.segments for _ in range(s.num_layers)]
     whole = len(plan.mesh_sizes)
@@ -151,7 +144,7 @@ def _held(plan, timeline):
     return edges_s, held
 
 
-def _bars(timeline):
+def _bars(timeline: Timeline) -> dict[str, dict[str, list[tuple[float, float]]]]:
     """By lane and kind, spans; touching spans of a kind are one."""
     lanes: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for stream in LANES:

@@ -5,7 +5,8 @@ with the ratio: both are told apart by colour-blind eyes.
 """
 
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -84,7 +85,9 @@ def write(
     drawing.savefig(path, format="png")
 
 
-def _draw_memory(axes, shown, scale, limits):
+def _draw_memory(
+    axes: Any, shown: Picture, scale: float, limits: Mapping[str, int]
+) -> None:
     times = scale * np.append(shown.time_s, max(shown.window_s[1], shown.time_s[-1]))
     bottom = np.zeros(len(times))
     handles = []
@@ -111,14 +114,14 @@ def _draw_memory(axes, shown, scale, limits):
     _legend(axes, handles[::-1], title="most held (GiB)")
 
 
-def _stacked(num_bytes):
+def _stacked(num_bytes: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """From the bottom up; what is nowhere a 300th of the whole is left out."""
     most = np.sum(list(num_bytes.values()), axis=0).max()
     kinds = sorted(num_bytes, key=list(_KINDS).index)
     return {k: num_bytes[k] for k in kinds if 300 * num_bytes[k].max() >= most}
 
 
-def _draw_ratios(axes, shown, scale):
+def _draw_ratios(axes: Any, shown: Picture, scale: float) -> None:
     import matplotlib
     from matplotlib import colors, patches
 
@@ -141,7 +144,7 @@ def _draw_ratios(axes, shown, scale):
     _legend(axes, handles[::-1], title="of its weights held")
 
 
-def _draw_lanes(axes, shown, scale):
+def _draw_lanes(axes: Any, shown: Picture, scale: float) -> None:
     from matplotlib import patches
 
     first_s, last_s = shown.window_s
@@ -165,7 +168,7 @@ def _draw_lanes(axes, shown, scale):
     _legend(axes, handles)
 
 
-def _draw_spans(axes, shown, scale, row):
+def _draw_spans(axes: Any, shown: Picture, scale: float, row: int) -> None:
     for kind, spans in list(shown.bars.values())[row].items():
         axes.broken_barh(
             [(scale * start_s, scale * seconds) for start_s, seconds in spans],
@@ -176,7 +179,7 @@ def _draw_spans(axes, shown, scale, row):
         )
 
 
-def _draw_shares(axes, shown, scale, row):
+def _draw_shares(axes: Any, shown: Picture, scale: float, row: int) -> None:
     """Spans too short to be seen: which share of each moment they take."""
     first_s, last_s = shown.window_s
     edges_s = np.linspace(first_s, last_s, _MOMENTS + 1)
@@ -194,7 +197,7 @@ def _fraction(ratio: float) -> str:
     return "all" if ratio == 1 else f"1/{round(1 / ratio)}"
 
 
-def _legend(axes, handles, *, title=None):
+def _legend(axes: Any, handles: Sequence[Any], *, title: str | None = None) -> None:
     axes.legend(
         handles=handles,
         title=title,

@@ -6,7 +6,8 @@ from typing import Any, Protocol
 import jax
 
 from mtuner_jax.adapters import lora
-from mtuner_jax.ops import lora_linear, tapes
+from mtuner_jax.ops import tapes
+from mtuner_jax.ops.low_rank.operands import LayerAdapters
 from mtuner_jax.protocols.states import Batch, Params
 
 
@@ -51,7 +52,7 @@ class Decoder(Protocol):
     def layer(
         self,
         weights: Params,
-        adapters: lora_linear.LayerAdapters,
+        adapters: LayerAdapters,
         x_BTD: jax.Array,
         *,
         context: Any,

@@ -21,6 +21,7 @@ from mtuner_jax.settings import (
     written_settings,
     yaml_nodes,
 )
+from mtuner_jax.settings.written_settings import Written
 
 T = TypeVar("T")
 
@@ -35,7 +36,12 @@ Lists: a,b or [a, b]. Maps: {{pattern: 8}}. Booleans: --packing, --packing=false
 
 
 def parse(
-    argv: Sequence[str], config_type: type[T], *, prog: str = "", description: str = ""
+    argv: Sequence[str],
+    config_type: type[T],
+    *,
+    prog: str = "",
+    description: str = "",
+    positional: str = "",
 ) -> T:
     """Parses a command line; `--help` and `--print_config` print and exit.
 
@@ -44,6 +50,7 @@ def parse(
       config_type: A config dataclass, such as `configs.RunConfig`.
       prog: The program's name in `--help`.
       description: What it does, first in `--help`.
+      positional: The setting that words before the first flag are for.
 
     Returns:
       The checked config.
@@ -52,6 +59,8 @@ def parse(
       ConfigError: A flag or key that is unknown (with the nearest name) or has the
         wrong type, or a value that the config itself refuses; with file and line.
     """
+    if positional and argv and not argv[0].startswith("-"):
+        argv = [f"--{positional}", *argv]
     options, flags = written_settings.read_flags(argv, config_type)
     if "help" in options:
         usage = _USAGE.format(prog=prog or pathlib.Path(sys.argv[0]).name)
@@ -76,11 +85,11 @@ def dump_yaml(config: Any) -> str:
     return yaml_nodes.dump(_tree(config))
 
 
-def build(config_type: type[T], written: Iterable[written_settings.Setting]) -> T:
+def build(config_type: type[T], written: Iterable[Written]) -> T:
     """The config of what was written, later settings winning over earlier ones."""
     fields = config_fields.of(config_type)
     values: dict[str, Any] = {}
-    winners: dict[str, written_settings.Setting] = {}
+    winners: dict[str, Written] = {}
     for setting in written:
         value = config_values.parse(
             setting.asked, fields[setting.name].type, setting.node
@@ -97,7 +106,7 @@ def build(config_type: type[T], written: Iterable[written_settings.Setting]) -> 
         raise configs.ConfigError(f"{error}{_places(error, winners)}") from error
 
 
-def _places(error: Exception, winners: dict[str, written_settings.Setting]) -> str:
+def _places(error: Exception, winners: dict[str, Written]) -> str:
     """Files and lines of the settings that an error names, as ` (...)`."""
     wheres = {name: yaml_nodes.where(won.node) for name, won in winners.items()}
     places = [
@@ -122,17 +131,20 @@ def _construct(config_type: type, values: dict[str, Any], prefix: str = "") -> A
 
 def _tree(config: Any) -> dict[str, Any]:
     hints = typing.get_type_hints(type(config))
-    tree = {}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            value = _tree(value)
-        elif config_fields.is_union(hints[field.name]) and isinstance(value, str):
-            # Quotes keep a text from being read as a list of names.
-            split = config_values.names(value) != value
-            value = yaml_nodes.Quoted(value) if split else value
-        tree[field.name] = value
-    return tree
+    return {
+        field.name: _plain(getattr(config, field.name), hints[field.name])
+        for field in dataclasses.fields(config)
+    }
+
+
+def _plain(value: Any, kind: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return _tree(value)
+    if config_fields.is_union(kind) and isinstance(value, str):
+        # Quotes keep a text from being read as a list of names.
+        split = config_values.names(value) != value
+        return yaml_nodes.Quoted(value) if split else value
+    return value
 
 
 def _print_and_exit(text: str) -> typing.NoReturn:

@@ -13,6 +13,8 @@ import types
 import typing
 from typing import Any
 
+from mtuner_jax.numbers import tables
+
 _ATTRIBUTE = re.compile(r"^(?P<name>\w+): (?P<text>.*(?:\n  .*)*)", re.MULTILINE)
 
 
@@ -38,37 +40,45 @@ class Field:
         return self.name.rpartition(".")[0]
 
 
-def of(config_type: type, *, prefix: str = "") -> dict[str, Field]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Group:
+    """A config, or one inside it.
+
+    Attributes:
+      title: First line of its docstring.
+      fields: Its own settings.
+    """
+
+    title: str
+    fields: list[Field]
+
+
+def of(config_type: type) -> dict[str, Field]:
     """All fields of a config and of the configs inside it, by dotted name."""
+    found = groups(config_type).values()
+    return {field.name: field for group in found for field in group.fields}
+
+
+def groups(config_type: type, *, prefix: str = "") -> dict[str, Group]:
+    """A config's own fields under "", and those of each config inside it."""
     hints = typing.get_type_hints(config_type)
     texts = _attribute_texts(config_type)
-    found: dict[str, Field] = {}
+    title = (inspect.getdoc(config_type) or "").partition("\n")[0]
+    found = {prefix.rstrip("."): Group(title=title, fields=[])}
     for field in dataclasses.fields(config_type):
         name, kind = prefix + field.name, hints[field.name]
         if dataclasses.is_dataclass(kind):
-            found |= of(typing.cast(type, kind), prefix=f"{name}.")
+            found |= groups(typing.cast(type, kind), prefix=f"{name}.")
             continue
-        found[name] = Field(
-            name=name,
-            type=kind,
-            default=_default(field),
-            text=texts.get(field.name, ""),
+        found[prefix.rstrip(".")].fields.append(
+            Field(
+                name=name,
+                type=kind,
+                default=_default(field),
+                text=texts.get(field.name, ""),
+            )
         )
     return found
-
-
-def group_texts(config_type: type) -> dict[str, str]:
-    """First docstring line of the config ("") and of each config inside it."""
-    hints = typing.get_type_hints(config_type)
-    nested = {
-        field.name: hints[field.name]
-        for field in dataclasses.fields(config_type)
-        if dataclasses.is_dataclass(hints[field.name])
-    }
-    return {
-        name: (inspect.getdoc(kind) or "").partition("\n")[0]
-        for name, kind in {"": config_type, **nested}.items()
-    }
 
 
 def type_name(kind: Any) -> str:
@@ -102,42 +112,35 @@ def default_text(default: Any) -> str:
 def help_text(config_type: type) -> str:
     """One entry for each flag: name, type, default, meaning."""
     lines: list[str] = []
-    titles = group_texts(config_type)
-    for group, fields in _grouped(config_type).items():
-        lines += ["", f"{group or 'run'}: {titles[group]}"]
-        for field in fields:
+    for name, group in groups(config_type).items():
+        lines += ["", f"{name or 'run'}: {group.title}"]
+        for field in group.fields:
             default = default_text(field.default)
             lines.append(f"  --{field.name} ({type_name(field.type)}; {default})")
+            indent = " " * 6
             lines += textwrap.wrap(
-                field.text, 78, initial_indent=" " * 6, subsequent_indent=" " * 6
+                field.text, 78, initial_indent=indent, subsequent_indent=indent
             )
-    return "\n".join(lines).lstrip("\n")
+    return "\n".join(lines[1:])
 
 
 def markdown(config_type: type) -> str:
     """Tables of all settings, one for each group, for docs/configuration.md."""
-    lines: list[str] = []
-    titles = group_texts(config_type)
-    for group, fields in _grouped(config_type).items():
-        lines += ["", f"## `{group}`" if group else "## The run", "", titles[group], ""]
-        lines += ["| setting | type | default | meaning |", "|---|---|---|---|"]
-        for field in fields:
-            cells = (
+    parts = []
+    for name, group in groups(config_type).items():
+        rows = [
+            (
                 f"`{field.name}`",
                 type_name(field.type),
                 f"`{default_text(field.default)}`",
                 field.text,
             )
-            escaped = (cell.replace("|", "\\|") for cell in cells)
-            lines.append("| " + " | ".join(escaped) + " |")
-    return "\n".join(lines).lstrip("\n") + "\n"
-
-
-def _grouped(config_type: type) -> dict[str, list[Field]]:
-    groups: dict[str, list[Field]] = {"": []}
-    for field in of(config_type).values():
-        groups.setdefault(field.group, []).append(field)
-    return groups
+            for field in group.fields
+        ]
+        table = tables.markdown("setting | type | default | meaning", rows)
+        heading = f"`{name}`" if name else "The run"
+        parts.append(f"## {heading}\n\n{group.title}\n\n{table}")
+    return "\n".join(parts)
 
 
 def _default(field: dataclasses.Field) -> Any:

@@ -21,7 +21,7 @@ _FLOW_LIST = re.compile(r"\[[^\[\]]*\]")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Setting:
+class Written:
     """One value somebody wrote.
 
     Attributes:
@@ -35,7 +35,7 @@ class Setting:
     node: yaml.Node
 
 
-def read_yaml(path: str | pathlib.Path, config_type: type) -> list[Setting]:
+def read_yaml(path: str | pathlib.Path, config_type: type) -> list[Written]:
     """Settings of a YAML file; nested or with dotted names, null is not set.
 
     Raises:
@@ -48,7 +48,7 @@ def read_yaml(path: str | pathlib.Path, config_type: type) -> list[Setting]:
     if not isinstance(root, yaml.MappingNode):
         raise configs.ConfigError(f"{path}: expected lines such as `max_steps: 20`")
     settings = list(_flatten(root, prefix="", fields=config_fields.of(config_type)))
-    first: dict[str, Setting] = {}
+    first: dict[str, Written] = {}
     for setting in settings:
         earlier = first.setdefault(setting.name, setting)
         if earlier is not setting:
@@ -62,7 +62,7 @@ def read_yaml(path: str | pathlib.Path, config_type: type) -> list[Setting]:
 
 def read_flags(
     argv: Sequence[str], config_type: type
-) -> tuple[dict[str, str], list[Setting]]:
+) -> tuple[dict[str, str], list[Written]]:
     """Splits a command line into the parser's own options and settings.
 
     Returns:
@@ -71,7 +71,7 @@ def read_flags(
     """
     fields = config_fields.of(config_type)
     options: dict[str, str] = {}
-    settings: list[Setting] = []
+    settings: list[Written] = []
     for flag, values in _split(argv):
         asked = flag.removeprefix("--").replace("-", "_")
         if asked in ("help", "print_config") and not values:
@@ -81,7 +81,7 @@ def read_flags(
         else:
             name = _known_name(asked, fields, where=flag)
             node = _flag_node(flag, fields[name].type, values)
-            settings.append(Setting(name=name, asked=asked, node=node))
+            settings.append(Written(name=name, asked=asked, node=node))
     return options, settings
 
 
@@ -115,26 +115,33 @@ def _only(flag: str, values: list[str]) -> str:
 
 def _flag_node(flag: str, kind: Any, values: list[str]) -> yaml.Node:
     """The values of a flag as the node a YAML file would have in its place."""
-    takes_list = config_fields.is_union(kind) or typing.get_origin(kind) is tuple
+    is_tuple = typing.get_origin(kind) is tuple
+    takes_list = is_tuple or config_fields.is_union(kind)
+    item = typing.get_args(kind)[0] if takes_list else kind
     if kind is bool and not values:
         values = ["true"]
+    if is_tuple and len(values) == 1 and not _FLOW_LIST.fullmatch(values[0]):
+        values = values[0].split(",")
     if takes_list and len(values) > 1:
-        return yaml_nodes.sequence(values, source=flag)
+        return yaml_nodes.sequence(
+            [_word_node(flag, item, value) for value in values], source=flag
+        )
     text = _only(flag, values)
     if takes_list and _FLOW_LIST.fullmatch(text):
-        node = yaml_nodes.compose(text, source=flag)
-        assert node is not None
-        return node
-    if typing.get_origin(kind) is tuple and "," in text:
-        return yaml_nodes.sequence(text.split(","), source=flag)
-    is_text = takes_list or (isinstance(kind, type) and issubclass(kind, str))
+        item = None
+    return _word_node(flag, item, text)
+
+
+def _word_node(flag: str, kind: Any, text: str) -> yaml.Node:
+    """A value as a YAML file would have it; for a text field it is text as it is."""
+    is_text = isinstance(kind, type) and issubclass(kind, str)
     node = None if is_text else yaml_nodes.compose(text, source=flag)
     return node or yaml_nodes.scalar(text, source=flag)
 
 
 def _flatten(
     node: yaml.MappingNode, *, prefix: str, fields: dict[str, config_fields.Field]
-) -> Iterable[Setting]:
+) -> Iterable[Written]:
     groups = {field.group for field in fields.values()} - {""}
     for key, value in yaml_nodes.items(node):
         asked = prefix + key.value.replace("-", "_")
@@ -144,7 +151,7 @@ def _flatten(
             yield from _flatten(value, prefix=f"{asked}.", fields=fields)
         else:
             name = _known_name(asked, fields, where=yaml_nodes.where(key))
-            yield Setting(name=name, asked=asked, node=value)
+            yield Written(name=name, asked=asked, node=value)
 
 
 def _known_name(

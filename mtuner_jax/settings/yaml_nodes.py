@@ -7,7 +7,7 @@ nodes until the type of the field they are for is known.
 
 import enum
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import yaml
@@ -107,11 +107,10 @@ def scalar(text: str, *, source: str) -> yaml.ScalarNode:
     return yaml.ScalarNode(STR_TAG, text, mark, mark)
 
 
-def sequence(texts: Iterable[str], *, source: str) -> yaml.SequenceNode:
-    """A list of strings' node, as if it stood in `source`."""
+def sequence(nodes: Sequence[yaml.Node], *, source: str) -> yaml.SequenceNode:
+    """A list of values' node, as if it stood in `source`."""
     mark = yaml.Mark(source, 0, 0, 0, None, 0)
-    nodes = [scalar(text, source=source) for text in texts]
-    return yaml.SequenceNode("tag:yaml.org,2002:seq", nodes, mark, mark)
+    return yaml.SequenceNode("tag:yaml.org,2002:seq", list(nodes), mark, mark)
 
 
 def where(node: yaml.Node) -> str:

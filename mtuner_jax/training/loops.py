@@ -13,11 +13,13 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from mtuner_jax.checkpoints import metas, store
 from mtuner_jax.configs import RunConfig
 from mtuner_jax.data import loading
-from mtuner_jax.protocols.states import Params, StepMetrics, TrainState
+from mtuner_jax.protocols.engines import State
+from mtuner_jax.protocols.states import Params, StepMetrics
 from mtuner_jax.training import executors, metrics, reporters
 
 _logger = logging.getLogger(__name__)
@@ -30,7 +32,7 @@ class Keeper:
     Attributes:
       checkpoints: The run's checkpoints.
       meta: The run's identity.
-      write_adapter: (adapters, folder) -> writes the adapter's files.
+      write_adapter: (what the engine exports, folder) -> writes the adapter's files.
     """
 
     checkpoints: store.Store
@@ -59,18 +61,20 @@ class Loop:
         *,
         data: loading.RunData,
         keeper: Keeper,
+        learning_rate: optax.Schedule,
     ):
         self._config = config
         self._executor = executor
         self._train_data = data.train
         self._eval_data = data.eval
         self._keeper = keeper
+        self._learning_rate = learning_rate
         self._pending: _Pending | None = None
         self._last_end = 0.0
 
     def run(
-        self, state: TrainState, reporter: reporters.Reporter, *, total_steps: int
-    ) -> TrainState:
+        self, state: State, reporter: reporters.Reporter, *, total_steps: int
+    ) -> State:
         """Trains until `total_steps` optimizer steps are done.
 
         Raises:
@@ -78,7 +82,8 @@ class Loop:
           SaveError: A checkpoint could not be written.
           OverBudgetError: A step compiled again exceeds the budget, with
             `strict_plan`; what was done is saved.
-          OutOfMemoryError: See `Executor.train`.
+          OutOfMemoryError: See `Executor.train`; the state of before the step is
+            saved if the error has it.
         """
         config, first = self._config, int(state.step)
         if config.eval_on_start and first == 0:
@@ -99,13 +104,19 @@ class Loop:
             self._keeper.checkpoints.poll()
         return state
 
-    def _step(
-        self, state: TrainState, reporter: reporters.Reporter, *, step: int
-    ) -> TrainState:
+    def _step(self, state: State, reporter: reporters.Reporter, *, step: int) -> State:
         start = time.perf_counter()
+        position = self._train_data.get_state()
         rows = next(self._train_data)
         data_time = time.perf_counter() - start
-        state, step_metrics = self._executor.train(state, rows)
+        try:
+            state, step_metrics = self._executor.train(state, rows)
+        except executors.OutOfMemoryError as error:
+            self._flush(reporter)
+            if error.state is not None:
+                self._save(error.state, step=step - 1, position=position)
+                _logger.warning("step %d failed: saved what was before it", step)
+            raise
         self._flush(reporter)
         self._pending = _Pending(
             step=step,
@@ -123,9 +134,7 @@ class Loop:
         pending, self._pending = self._pending, None
         values = jax.device_get(pending.metrics)
         end = time.perf_counter()
-        programs = self._executor.programs
-        devices = programs.spec.mesh.local_devices
-        lr: Any = programs.learning_rate(pending.step - 1)
+        lr: Any = self._learning_rate(pending.step - 1)
         record = metrics.StepRecord(
             step=pending.step,
             epoch=pending.epoch,
@@ -136,13 +145,13 @@ class Loop:
             trained_tokens=int(values.trained_tokens),
             step_time=end - self._last_end,
             data_time=pending.data_time,
-            peak_memory=metrics.peak_memory(devices),
+            peak_memory=metrics.peak_memory(self._executor.engine.devices),
         )
         self._last_end = end
         reporter.step(record)
 
     def _evaluate(
-        self, state: TrainState, reporter: reporters.Reporter, *, step: int
+        self, state: State, reporter: reporters.Reporter, *, step: int
     ) -> None:
         """Mean loss of a trained token over the whole evaluation set."""
         if self._eval_data is None:
@@ -161,14 +170,15 @@ class Loop:
         )
         self._last_end = time.perf_counter()
 
-    def _save(self, state: TrainState, *, step: int) -> None:
-        keeper, adapters = self._keeper, jax.device_get(state.adapters)
+    def _save(self, state: State, *, step: int, position: Any = None) -> None:
+        """Saves a state with the position of its data, by default the present one."""
+        keeper, exported = self._keeper, self._executor.engine.export(state)
         keeper.checkpoints.save(
             state,
             step=step,
-            data=self._train_data.get_state(),
+            data=position or self._train_data.get_state(),
             meta=keeper.meta,
-            write_adapter=lambda folder: keeper.write_adapter(adapters, folder),
+            write_adapter=lambda folder: keeper.write_adapter(exported, folder),
         )
         self._last_end = time.perf_counter()
 

@@ -8,20 +8,21 @@ of it spent waiting for the batch, `peak_memory` the fullest device so far.
     mfu = flops_per_token * tokens / step_time / (devices * peak FLOP/s of a device)
 
 with the model's own operations in `flops_per_token` (no recomputation) and the peak
-of `peak_flops`; null where that is not known, as on CPUs.
+of `hardware/cards.py`; null where that is not known, as on CPUs.
 """
 
 import dataclasses
 import json
 import logging
 import math
-import os
 import pathlib
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+
+from mtuner_jax.training import run_dirs
 
 _logger = logging.getLogger(__name__)
 
@@ -189,9 +190,7 @@ def cut_after(path: pathlib.Path, step: int) -> int:
         )
     if path.is_file():
         lines = "".join(json.dumps(record) + "\n" for record in kept)
-        new = path.with_suffix(".new")
-        new.write_text(lines, encoding="utf-8")
-        os.replace(new, path)
+        run_dirs.replace(path, lines)
     return max((record.get("total_tokens", 0) for record in kept), default=0)
 
 

@@ -109,6 +109,8 @@ class Reporter:
 
 
 class _Sink(Protocol):
+    """Something that records are told to."""
+
     def step(self, record: metrics.StepRecord) -> None: ...
 
     def evaluation(self, record: metrics.EvalRecord) -> None: ...

@@ -5,11 +5,13 @@ training_loss.png  tensorboard/  profile/  samples.jsonl  checkpoints/<step>/
 adapter/  merged/
 """
 
+import collections
 import dataclasses
 import datetime
 import importlib.metadata
 import json
 import logging
+import operator
 import os
 import pathlib
 import platform
@@ -26,15 +28,7 @@ from mtuner_jax.checkpoints import step_dirs
 from mtuner_jax.settings import cli, config_fields
 
 _logger = logging.getLogger(__name__)
-_PACKAGES = (
-    "mtuner-jax",
-    "jax",
-    "jaxlib",
-    "flax",
-    "optax",
-    "orbax-checkpoint",
-    "numpy",
-)
+_PACKAGES = "mtuner-jax jax jaxlib flax optax orbax-checkpoint numpy".split()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,7 +92,7 @@ def write_config(run: RunDir, config: configs.RunConfig) -> None:
     if run.config.is_file():
         for change in _changes(run, config):
             _logger.info("changed since the last start: %s", change)
-    _replace(run.config, cli.dump_yaml(config))
+    replace(run.config, cli.dump_yaml(config))
 
 
 def write_info(run: RunDir, argv: Sequence[str]) -> None:
@@ -116,13 +110,13 @@ def write_info(run: RunDir, argv: Sequence[str]) -> None:
             earlier = {}
             _logger.warning("%s cannot be read and is written anew", run.info)
         info["earlier_starts"] = [*earlier.pop("earlier_starts", []), earlier]
-    _replace(run.info, json.dumps(info, indent=2) + "\n")
+    replace(run.info, json.dumps(info, indent=2) + "\n")
 
 
 def describe(argv: Sequence[str]) -> dict[str, Any]:
     """What a run stands on, for `run_info.json`; starts JAX if it has not."""
     devices = jax.devices()
-    kinds = sorted({device.device_kind for device in devices})
+    kinds = collections.Counter(device.device_kind for device in devices)
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "argv": list(argv),
@@ -132,7 +126,7 @@ def describe(argv: Sequence[str]) -> dict[str, Any]:
         "backend": jax.default_backend(),
         "backend_version": devices[0].client.platform_version,
         "git_commit": _git_commit(),
-        "devices": {kind: _count(devices, kind) for kind in kinds},
+        "devices": dict(sorted(kinds.items())),
         "processes": jax.process_count(),
         "environment": {
             name: value
@@ -140,10 +134,6 @@ def describe(argv: Sequence[str]) -> dict[str, Any]:
             if name.startswith(("JAX_", "XLA_", "CUDA_VISIBLE", "NCCL_"))
         },
     }
-
-
-def _count(devices: Sequence[jax.Device], kind: str) -> int:
-    return sum(device.device_kind == kind for device in devices)
 
 
 def _version(package: str) -> str | None:
@@ -180,20 +170,14 @@ def _changes(run: RunDir, config: configs.RunConfig) -> list[str]:
         before = cli.load_yaml(run.config, configs.RunConfig)
     except configs.ConfigError as error:
         return [f"config.yaml could not be read ({error})"]
-    return [
-        f"{name} {_value(before, name)!r} -> {_value(config, name)!r}"
+    values = {
+        name: (operator.attrgetter(name)(before), operator.attrgetter(name)(config))
         for name in config_fields.of(configs.RunConfig)
-        if _value(before, name) != _value(config, name)
-    ]
+    }
+    return [f"{name} {a!r} -> {b!r}" for name, (a, b) in values.items() if a != b]
 
 
-def _value(config: Any, name: str) -> Any:
-    for part in name.split("."):
-        config = getattr(config, part)
-    return config
-
-
-def _replace(path: pathlib.Path, text: str) -> None:
+def replace(path: pathlib.Path, text: str) -> None:
     """Writes a file so that no instant shows half of it."""
     new = path.with_name(path.name + ".new")
     new.write_text(text, encoding="utf-8")

@@ -7,18 +7,17 @@ without.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection
 
 from mtuner_jax.hardware.machines import Hardware
 from mtuner_jax.planning.costs import passes
-from mtuner_jax.planning.plans import Plan, Saved, SegmentPlan
+from mtuner_jax.planning.plans import Plan, Saved
+from mtuner_jax.planning.searching.allowed import Allowed
+from mtuner_jax.planning.searching.search import Searcher
 from mtuner_jax.planning.workloads import Workload
 from scripts.benchmarks import mechanisms
-from scripts.benchmarks.mechanisms import Mechanism
 
 NOTHING_KEPT, ONE_RATIO, PROGRESSIVE = "nothing kept", "one ratio", "progressive"
 TAIL, NO_TAIL = "tail", "no tail"
-_FILLINGS = (NOTHING_KEPT, ONE_RATIO, PROGRESSIVE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,14 +36,13 @@ class Place:
     mesh_sizes: tuple[int, ...]
     budget_bytes: int
 
-    def searcher(self, mechanism: Mechanism) -> mechanisms.Without:
-        """Searches plans without a mechanism."""
-        return mechanisms.Without(
-            mechanism,
-            workload=self.workload,
-            hardware=self.hardware,
-            mesh_sizes=self.mesh_sizes,
+    def plan(self, allowed: Allowed) -> Plan | None:
+        """The fastest plan that fits and uses only what is allowed."""
+        searcher = Searcher(
+            self.workload, self.hardware, mesh_sizes=self.mesh_sizes, allowed=allowed
         )
+        best = searcher.fitting(self.budget_bytes)
+        return best.plan if best else None
 
     def step_s(self, plan: Plan) -> float:
         """Predicted seconds of a step."""
@@ -61,18 +59,18 @@ def fillings(place: Place) -> dict[str, Plan]:
       By name; empty if not even the plan that keeps nothing fits.
     """
     whole = len(place.mesh_sizes)
-    levels = dict(zip(_FILLINGS, ({0}, {0, whole}, range(whole + 1)), strict=True))
+    levels = {
+        NOTHING_KEPT: (0,),
+        ONE_RATIO: (0, whole),
+        PROGRESSIVE: tuple(range(whole + 1)),
+    }
+    allowed = Allowed(saved=(Saved.LAYER_INPUT,), fwd_copies=False, tail=False)
     found: dict[str, Plan] = {}
-    for name, allowed in levels.items():
-        searcher = place.searcher(
-            Mechanism(title=name, used_by=_other_than(allowed), is_tail=True)
-        )
-        if found:
-            chosen = _frame(found[NOTHING_KEPT])
-            searcher.frames = [f for f in searcher.frames if _frame_of(f) == chosen]
-        plan = searcher.fitting(place.budget_bytes)
+    for name, held in levels.items():
+        plan = place.plan(dataclasses.replace(allowed, levels=held))
         if plan is None:
             return {}
+        allowed = dataclasses.replace(allowed, fixed=vars(plan.choices))
         found[name] = plan
     return found
 
@@ -86,42 +84,13 @@ def tails(place: Place) -> dict[str, Plan]:
     Returns:
       By name; empty if none fits, or none with a tail is faster.
     """
-    on_host = mechanisms.ALL["on_host"]
-    plain = place.searcher(dataclasses.replace(on_host, is_tail=True)).fitting(
-        place.budget_bytes
-    )
+    on_device = mechanisms.ALL["on_host"].without
+    plain = place.plan(dataclasses.replace(on_device, tail=False))
     if plain is None:
         return {}
-    searcher = place.searcher(on_host)
-    held = _frame(plain)[1:]
-    searcher.frames = [f for f in searcher.frames if _frame_of(f)[1:] == held]
-    plan = searcher.fitting(place.budget_bytes)
+    names = ("embedding", "head", "adapters", "merge_gathers")
+    fixed = {name: getattr(plain, name) for name in names}
+    plan = place.plan(dataclasses.replace(on_device, fixed=fixed))
     if plan is None or plan.tail_chunks == 1:
         return {}
     return {NO_TAIL: plain, TAIL: plan}
-
-
-def _other_than(levels: Collection[int]) -> Callable[[SegmentPlan, int], bool]:
-    """Whether a layer holds something else between steps, or saves more than inputs."""
-
-    def used_by(segment: SegmentPlan, lowest: int) -> bool:
-        del lowest
-        held = {segment.rest_axes, segment.bwd_keep_axes}
-        return (
-            segment.saved is not Saved.LAYER_INPUT
-            or segment.fwd_keep_axes != segment.rest_axes
-            or not held <= set(levels)
-        )
-
-    return used_by
-
-
-def _frame(plan):
-    cut = (plan.microbatch, plan.accumulation, plan.tail_chunks)
-    return (cut, plan.embedding, plan.head, plan.adapters, plan.merge_gathers)
-
-
-def _frame_of(frame):
-    chosen = frame.chosen
-    cut = (chosen.microbatch, chosen.accumulation, chosen.tail_chunks)
-    return (cut, chosen.embedding, chosen.head, chosen.adapters, frame.merge_gathers)

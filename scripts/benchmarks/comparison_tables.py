@@ -1,11 +1,10 @@
 """Results of a list of runs as Markdown, beside what the mTuner paper reports."""
 
-import pathlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
+from mtuner_jax.numbers import tables
 from scripts.benchmarks import ablations
-from scripts.benchmarks.run_lists import Kind, Run
+from scripts.benchmarks.run_lists import Case, Kind, Run
 from scripts.benchmarks.run_records import Event, Progress, Record, State
 
 # Of the paper, 8 x A100-PCIe-40GB: GB/s of a gather's output by local ratio, changes of
@@ -51,15 +50,7 @@ def line(record: Record) -> str:
     return text
 
 
-def rows(head: str, body: Sequence[Sequence[Any]]) -> str:
-    """A Markdown table; columns of the head that end in `:` are set to the right."""
-    names = [name.strip() for name in head.split("|")]
-    rule = ["--:" if name.endswith(":") else "---" for name in names]
-    lines = [[name.rstrip(":") for name in names], rule, *body]
-    return "".join("| " + " | ".join(map(str, cells)) + " |\n" for cells in lines)
-
-
-def _heading(progress) -> str:
+def _heading(progress: Progress) -> str:
     listed = progress.listed
     results = [progress.result(run) for run in listed.runs]
     devices = sorted({r["device"] for r in results if "device" in r})
@@ -82,57 +73,50 @@ def _heading(progress) -> str:
     )
 
 
-def _links(progress) -> str:
+def _links(progress: Progress) -> str:
     """A row for each axis: what a gather at that local ratio brings."""
-    body: list[list[str]] = []
+    body: list[tuple[str, ...]] = []
     for run in _of_kind(progress, Kind.LINKS):
         found = progress.result(run).get("axes", {})
         if not found:
-            body.append([run.setting, "", _status(progress, run), "", ""])
+            body.append((run.setting, "", _status(progress, run), "", ""))
         for axis in found.values():
             group = axis["group"]
             received, seconds = axis["received_bytes_and_s"][-1]
             rate = received / seconds / 1e9
-            paper = PAPER_GATHER_GB_S.get(group)
-            output = rate * group / (group - 1)
-            beside = f"{paper:g}" if paper else ""
-            body.append(
-                [run.setting, f"1/{group}", f"{rate:.3g}", f"{output:.3g}", beside]
+            rates = (f"{rate:.3g}", f"{rate * group / (group - 1):.3g}")
+            paper = (
+                f"{PAPER_GATHER_GB_S[group]:g}" if group in PAPER_GATHER_GB_S else ""
             )
+            body.append((run.setting, f"1/{group}", *rates, paper))
     head = "setting | local ratio | received GB/s: | output GB/s: | paper, PCIe, GB/s:"
     note = "\nThe largest message; the paper's figures are taken as output over time.\n"
-    return rows(head, body) + note
+    return tables.markdown(head, body) + note
 
 
-def _cases(progress) -> str:
+def _cases(progress: Progress) -> str:
     body = []
     for case, runs in _by_case(progress).items():
         planned = _with_role(runs, PLANNED)
         statics = [run for run in runs if any(r.startswith(STATIC) for r in run.roles)]
         if planned is None or not statics:
             continue
-        setting, model, length, batch = case
         ms = _ms(progress, planned)
         static, static_ms = _fastest(progress, statics)
         predicted = min(run.predicted_ms for run in statics) / planned.predicted_ms
         peer, peer_tokens = _best_peer(progress, case)
-        tokens = 1e3 * batch * length / ms if ms else 0.0
+        tokens = 1e3 * case.global_batch_size * case.max_length / ms if ms else 0.0
         name = next((r for r in static.roles if r.startswith(STATIC)), "")
-        body.append(
-            [
-                setting,
-                f"{_shape(model)}, {batch} x {length}",
-                _number(ms, 1) or _status(progress, planned),
-                _number(static_ms, 1) or _status(progress, static),
-                name.removeprefix(STATIC).strip(),
-                _number(static_ms / ms if ms else 0.0, 2),
-                f"{predicted:.2f}",
-                _number(tokens, 0),
-                _number(peer_tokens, 0) or _NOT_RUN,
-                peer,
-                _number(tokens / peer_tokens if peer_tokens else 0.0, 2),
-            ]
-        )
+        times = [
+            _number(value, 1) or _status(progress, run)
+            for value, run in ((ms, planned), (static_ms, static))
+        ]
+        gains = (_number(static_ms / ms if ms else 0.0, 2), f"{predicted:.2f}")
+        peers = (_number(peer_tokens, 0) or _NOT_RUN, peer)
+        ratio = _number(tokens / peer_tokens if peer_tokens else 0.0, 2)
+        which = name.removeprefix(STATIC).strip()
+        first = (case.setting, _label(case), *times, which, *gains)
+        body.append((*first, _number(tokens, 0), *peers, ratio))
     head = (
         "setting | case | planned, ms: | best static, ms: | which | gain: | predicted: "
         "| planned, tokens/s: | FSDP2 + Liger, tokens/s: | mode, rows per device "
@@ -144,10 +128,10 @@ def _cases(progress) -> str:
         "would accumulate, at the same speed. Paper, PCIe: +28 % "
         "over DeepSpeed on average.\n"
     )
-    return rows(head, body) + note
+    return tables.markdown(head, body) + note
 
 
-def _predictions(progress) -> str:
+def _predictions(progress: Progress) -> str:
     body = []
     for run in _of_kind(progress, Kind.STEP):
         found = progress.result(run)
@@ -155,54 +139,41 @@ def _predictions(progress) -> str:
             continue
         low, high = found["step_ms_min_max"]
         ms, gib = found["step_ms"], found["compiled_gib"]
-        measured_gib = found.get("measured_gib", 0.0)
-        body.append(
-            [
-                run.name,
-                f"{ms} ({low} - {high})",
-                found["steps"],
-                run.predicted_ms,
-                _number(run.predicted_ms / ms, 3),
-                gib,
-                _number(measured_gib, 2),
-                run.predicted_gib,
-                _number(run.predicted_gib / gib if gib else 0.0, 3),
-            ]
-        )
+        peak = _number(found.get("measured_gib", 0.0), 2)
+        time_ratio = _number(run.predicted_ms / ms, 3)
+        memory_ratio = _number(run.predicted_gib / gib if gib else 0.0, 3)
+        times = (f"{ms} ({low} - {high})", found["steps"], run.predicted_ms, time_ratio)
+        body.append((run.name, *times, gib, peak, run.predicted_gib, memory_ratio))
     head = (
         "run | measured ms (min - max): | steps: | predicted ms: | ratio: | "
         "compiled GiB: | measured peak GiB: | predicted GiB: | ratio:"
     )
     note = "\nNo measured peak: the process had held more for a run before it.\n"
-    return rows(head, body) + note
+    return tables.markdown(head, body) + note
 
 
-def _fillings(progress) -> str:
+def _fillings(progress: Progress) -> str:
     body = []
     for case, runs in _by_case(progress).items():
         fillings = {name: _with_role(runs, name) for name in PAPER_FILLING}
         nothing = fillings[ablations.NOTHING_KEPT]
         if nothing is None:
             continue
+        before_ms = progress.result(nothing).get("communication_ms", 0.0)
         for name, run in fillings.items():
             if run is None:
                 continue
-            found, base = progress.result(run), progress.result(nothing)
-            took = found.get("communication_ms", 0.0)
-            before = base.get("communication_ms", 0.0)
-            expected = run.predicted_communication_ms
-            body.append(
-                [
-                    _label(case),
-                    name,
-                    _number(_ms(progress, run), 1) or _status(progress, run),
-                    _number(took, 1) or (_NOT_MEASURED if found else ""),
-                    _number(found.get("exposed_ms", 0.0), 1),
-                    _change(took, before),
-                    _change(expected, nothing.predicted_communication_ms),
-                    PAPER_FILLING[name],
-                ]
+            found = progress.result(run)
+            ms = _number(_ms(progress, run), 1) or _status(progress, run)
+            took_ms = found.get("communication_ms", 0.0)
+            took = _number(took_ms, 1) or (_NOT_MEASURED if found else "")
+            exposed = _number(found.get("exposed_ms", 0.0), 1)
+            predicted = _change(
+                run.predicted_communication_ms, nothing.predicted_communication_ms
             )
+            changes = (_change(took_ms, before_ms), predicted, PAPER_FILLING[name])
+            label = f"{case.setting} {_label(case)}"
+            body.append((label, name, ms, took, exposed, *changes))
     head = (
         "case | filled with | step ms: | communication ms: | exposed ms: | change: | "
         "predicted: | paper:"
@@ -211,10 +182,10 @@ def _fillings(progress) -> str:
         "\nSame cut of the batch, tables and adapters; layer inputs are all that is "
         "saved. Communication is that of one traced step, all collectives.\n"
     )
-    return rows(head, body) + note
+    return tables.markdown(head, body) + note
 
 
-def _tails(progress) -> str:
+def _tails(progress: Progress) -> str:
     body = []
     for case, runs in _by_case(progress).items():
         without = _with_role(runs, ablations.NO_TAIL)
@@ -226,53 +197,32 @@ def _tails(progress) -> str:
             _number(ms, 1) or _status(progress, run)
             for ms, run in zip(times, (without, tail), strict=True)
         ]
-        measured = f"{100 * (times[0] / times[1] - 1):+.0f} %" if all(times) else ""
-        predicted = 100 * (without.predicted_ms / tail.predicted_ms - 1)
-        body.append([_label(case), *texts, measured, f"{predicted:+.0f} %", PAPER_TAIL])
+        changes = (_change(*times), _change(without.predicted_ms, tail.predicted_ms))
+        label = f"{case.setting} {_label(case)}"
+        body.append((label, *texts, *changes, PAPER_TAIL))
     head = "case | without, ms: | with, ms: | faster: | predicted: | paper, 70B:"
     note = "\nBoth without layer inputs on the host, which the paper does not have.\n"
-    return rows(head, body) + note
+    return tables.markdown(head, body) + note
 
 
-def _peers(progress) -> str:
+def _peers(progress: Progress) -> str:
     body = []
     for run in _of_kind(progress, Kind.PEER):
         found = progress.result(run)
-        if not found:
-            continue
-        for one in found["batches"]:
-            body.append(
-                [
-                    run.setting,
-                    f"{_shape(run.model)}, {run.max_length}",
-                    run.roles[0],
-                    f"{one['batch']:g}",
-                    f"{one['step_ms']:,.0f}",
-                    f"{one['tokens_per_s']:,.0f}",
-                    one["peak_gib"],
-                ]
-            )
-        if found["first_not"]:
-            text = "out of memory"
-            body.append(
-                [
-                    run.setting,
-                    f"{_shape(run.model)}, {run.max_length}",
-                    run.roles[0],
-                    f"{found['first_not']:g}",
-                    text,
-                    "",
-                    "",
-                ]
-            )
+        first = (run.setting, f"{run.case.shape}, {run.max_length}", *run.roles[:1])
+        for one in found.get("batches", ()):
+            numbers = (f"{one[name]:,.0f}" for name in ("step_ms", "tokens_per_s"))
+            body.append((*first, f"{one['batch']:g}", *numbers, one["peak_gib"]))
+        if found.get("first_not"):
+            body.append((*first, f"{found['first_not']:g}", "out of memory", "", ""))
     head = "setting | model, tokens | mode | rows per device: | ms: | tokens/s: | GiB:"
-    return rows(head, body)
+    return tables.markdown(head, body)
 
 
-def _missing(progress) -> str:
+def _missing(progress: Progress) -> str:
     """What failed, what fits nowhere, and what was not run, by setting and model."""
     texts: list[str] = []
-    not_run: dict[tuple[str, str], list[str]] = {}
+    not_run: dict[str, list[str]] = {}
     for run in progress.listed.runs:
         state = progress.state(run)
         if state is State.FAILED:
@@ -280,37 +230,37 @@ def _missing(progress) -> str:
         elif state is not State.DONE:
             name = run.name.split("/", 2)[-1]
             cut_off = " (cut off twice)" if state is State.CUT_OFF else ""
-            not_run.setdefault(run.case[:2], []).append(name + cut_off)
+            group = f"{run.setting} {run.case.shape}"
+            not_run.setdefault(group, []).append(name + cut_off)
     texts += [
         f"- {case}: no plan fits ({why})" for case, why in progress.listed.unplanned
     ]
     texts += [
-        f"- {_NOT_RUN}: {setting} {_shape(model)}: {', '.join(names)}"
-        for (setting, model), names in not_run.items()
+        f"- {_NOT_RUN}: {group}: {', '.join(names)}" for group, names in not_run.items()
     ]
     return "\n".join(texts or ["Nothing."]) + "\n"
 
 
-def _of_kind(progress, kind) -> Iterator[Run]:
+def _of_kind(progress: Progress, kind: Kind) -> Iterator[Run]:
     return (run for run in progress.listed.runs if run.kind is kind)
 
 
-def _by_case(progress) -> dict[tuple[str, str, int, int], list[Run]]:
-    found: dict[tuple[str, str, int, int], list[Run]] = {}
+def _by_case(progress: Progress) -> dict[Case, list[Run]]:
+    found: dict[Case, list[Run]] = {}
     for run in _of_kind(progress, Kind.STEP):
         found.setdefault(run.case, []).append(run)
     return found
 
 
-def _with_role(runs, role) -> Run | None:
+def _with_role(runs: Iterable[Run], role: str) -> Run | None:
     return next((run for run in runs if role in run.roles), None)
 
 
-def _ms(progress, run) -> float:
+def _ms(progress: Progress, run: Run) -> float:
     return progress.result(run).get("step_ms", 0.0)
 
 
-def _fastest(progress, runs) -> tuple[Run, float]:
+def _fastest(progress: Progress, runs: Sequence[Run]) -> tuple[Run, float]:
     """The fastest run with a result; the one predicted fastest if there is none."""
     timed = [(ms, run.name, run) for run in runs if (ms := _ms(progress, run))]
     if timed:
@@ -319,9 +269,9 @@ def _fastest(progress, runs) -> tuple[Run, float]:
     return min(runs, key=lambda run: run.predicted_ms), 0.0
 
 
-def _best_peer(progress, case) -> tuple[str, float]:
+def _best_peer(progress: Progress, case: Case) -> tuple[str, float]:
     """(mode and batch, tokens/s) of the fastest with no more rows than the case."""
-    rows_per_device = case[3] / progress.listed.num_devices
+    rows_per_device = case.global_batch_size / progress.listed.num_devices
     found = [("", 0.0)]
     for run in _of_kind(progress, Kind.PEER):
         if run.case[:3] != case[:3]:
@@ -334,7 +284,7 @@ def _best_peer(progress, case) -> tuple[str, float]:
     return max(found, key=lambda pair: pair[1])
 
 
-def _status(progress, run) -> str:
+def _status(progress: Progress, run: Run) -> str:
     """Why there is no result; a run is only called failed if it was."""
     state = progress.state(run)
     if state is State.FAILED:
@@ -342,14 +292,8 @@ def _status(progress, run) -> str:
     return "not run (cut off twice)" if state is State.CUT_OFF else _NOT_RUN
 
 
-def _label(case) -> str:
-    setting, model, length, batch = case
-    return f"{setting} {_shape(model)}, {batch} x {length}"
-
-
-def _shape(model: str) -> str:
-    """A model without the folder that it lies in."""
-    return pathlib.PurePath(model).name
+def _label(case: Case) -> str:
+    return f"{case.shape}, {case.global_batch_size} x {case.max_length}"
 
 
 def _change(value: float, base: float) -> str:

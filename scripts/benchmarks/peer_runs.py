@@ -6,8 +6,8 @@ LIGER and MEMORY_GIB; for each case it prints a line with `batch=B/GPU`, `X ms`,
 `Y tokens/s` and `peak Z GiB`, or with `out of memory`.
 """
 
-import argparse
 import contextlib
+import dataclasses
 import itertools
 import os
 import pathlib
@@ -18,11 +18,12 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mtuner_jax.configs import ConfigError
-from scripts.benchmarks.run_lists import Kind, Run, RunList
+from scripts.benchmarks.planned_cases import PlannedCase
+from scripts.benchmarks.run_lists import Case, Kind, Run, RunList
 
 # (checkpointing, mode), most deciding first; two of them in a round.
 VARIANTS = tuple(itertools.product(("1", "0"), ("zero3", "ddp", "zero2")))
@@ -39,39 +40,48 @@ _LINE = re.compile(
 )
 
 
+@dataclasses.dataclass
+class _Output:
+    """What a peer has printed: its batches, whether it is through, the last words."""
+
+    batches: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    first_not: float = 0.0
+    ended: bool = False
+    tail: str = ""
+
+
 def listed(
-    args: argparse.Namespace, cells: Sequence[Any], rounds: Mapping[Any, int]
+    cases: Sequence[PlannedCase], rounds: Mapping[Case, int], *, devices: int
 ) -> Iterator[tuple[Run, int]]:
     """(run, round) for each mode, of each setting, model and length.
 
     A run tries batches in powers of two up to the largest global batch.
 
     Args:
-      args: Of `server_runs.py plan`.
-      cells: `server_plan.Cell`s.
-      rounds: Of their cases.
+      cases: What is planned.
+      rounds: By case.
+      devices: GPUs of the server.
     """
-    groups: dict[tuple[str, str, int], list[Any]] = {}
-    for cell in cells:
-        groups.setdefault(cell.case[:3], []).append(cell)
-    for (setting, model, length), group in groups.items():
-        largest = max(group, key=lambda cell: cell.case[3])
-        rows = max(largest.case[3] // args.devices, 1)
+    groups: dict[tuple[str, str, int], list[PlannedCase]] = {}
+    for one in cases:
+        groups.setdefault(one.case[:3], []).append(one)
+    for group in groups.values():
+        largest = max(group, key=lambda one: one.case.global_batch_size)
+        case, rows = largest.case, max(largest.case.global_batch_size // devices, 1)
         plan = largest.statics[0][1] if largest.statics else largest.planned
-        step_s = largest.place.step_s(plan)
-        least = min(rounds[cell.case] for cell in group)
-        batches, expected_s = _batches(rows, step_s)
+        batches, expected_s = _batches(rows, largest.place.step_s(plan))
+        least = min(rounds[one.case] for one in group)
         for number, (checkpointing, mode) in enumerate(VARIANTS):
+            name = f"{case.shape}/{case.max_length}/peer-{mode}-{checkpointing}"
+            label = " + checkpointing" if checkpointing == "1" else ""
             run = Run(
-                name=f"{setting}/{pathlib.Path(model).name}/{length}/peer-{mode}-{checkpointing}",
+                **case._asdict(),
+                name=f"{case.setting}/{name}",
                 kind=Kind.PEER,
-                setting=setting,
-                model=model,
-                max_length=length,
-                global_batch_size=largest.case[3],
-                roles=(f"{mode}{_label(checkpointing)}",),
+                roles=(f"{mode}{label}",),
                 arguments=tuple(
-                    f"{batch},{length},{checkpointing},{mode}" for batch in batches
+                    f"{batch},{case.max_length},{checkpointing},{mode}"
+                    for batch in batches
                 ),
                 expected_s=round(expected_s, 1),
             )
@@ -96,13 +106,13 @@ def _batches(rows: int, step_s: float) -> tuple[list[int], float]:
         found.append(following)
 
 
-def check(script: pathlib.Path, launcher: str) -> None:
+def check(script: str, launcher: str) -> None:
     """Refuses a script or a launcher that is not there.
 
     Raises:
       ConfigError: One of them is missing.
     """
-    if not script.is_file():
+    if not pathlib.Path(script).is_file():
         raise ConfigError(
             f"--peer_script {script}: no such file; leave it out to run no peers"
         )
@@ -160,17 +170,17 @@ def measure(
     timer = threading.Timer(limit_s, end, [process])
     timer.start()
     try:
-        result, output = _collect(process, run)
+        output = _collect(process.stdout, run)
     finally:
         in_time = time.monotonic() < deadline
         timer.cancel()
         end(process)
         process.stdout.close()
-    if result["ended"] or (result["batches"] and not in_time):
-        return {name: result[name] for name in ("batches", "first_not")}
+    if output.ended or (output.batches and not in_time):
+        return {"batches": output.batches, "first_not": output.first_not}
     if not in_time:
         raise TimeoutError(f"nothing after {limit_s:.0f} s")
-    raise RuntimeError(f"ended before its last batch: {output}")
+    raise RuntimeError(f"ended before its last batch: {output.tail}")
 
 
 def end(process: subprocess.Popen) -> None:
@@ -181,25 +191,19 @@ def end(process: subprocess.Popen) -> None:
         process.wait()
 
 
-def _collect(process, run) -> tuple[dict[str, Any], str]:
-    """(what the lines say and whether the last one came, the last output)."""
-    found: dict[str, Any] = {"batches": [], "first_not": 0.0, "ended": False}
-    output = ""
-    for line in process.stdout:
-        output = (output + line)[-_TAIL_CHARS:]
+def _collect(lines: Iterable[str], run: Run) -> _Output:
+    """Reads lines until the last batch is through or one does not fit."""
+    found = _Output()
+    for line in lines:
+        found.tail = (found.tail + line)[-_TAIL_CHARS:]
         match = _LINE.search(line)
-        tried = len(found["batches"])
         if match:
             numbers = {key: float(v) for key, v in match.groupdict().items()}
-            found["batches"].append(numbers)
-            found["ended"] = tried + 1 == len(run.arguments)
+            found.batches.append(numbers)
+            found.ended = len(found.batches) == len(run.arguments)
         elif OUT_OF_MEMORY in line:
-            wanted = float(run.arguments[tried].partition(",")[0])
-            found |= {"first_not": wanted, "ended": True}
-        if found["ended"]:
+            wanted = run.arguments[len(found.batches)]
+            found.first_not, found.ended = float(wanted.partition(",")[0]), True
+        if found.ended:
             break
-    return found, output
-
-
-def _label(checkpointing):
-    return " + checkpointing" if checkpointing == "1" else ""
+    return found

@@ -19,16 +19,7 @@ _PANEL = ("model", "max_length", "global_batch_size")
 _LIMIT = 3.0
 _GREY, _MIXED, _PALE, _TEXT = "#9aa3ad", "#cfd5db", "#f1f3f5", "#1d2329"
 # Okabe and Ito's, in the order in which a sweep names mechanisms.
-_COLORS = (
-    "#56b4e9",
-    "#e69f00",
-    "#009e73",
-    "#cc79a7",
-    "#f0e442",
-    "#d55e00",
-    "#0072b2",
-    "#8c6d46",
-)
+_COLORS = "#56b4e9 #e69f00 #009e73 #cc79a7 #f0e442 #d55e00 #0072b2 #8c6d46".split()
 
 
 def write_factors(
@@ -53,7 +44,7 @@ def write_factors(
     norm = colors.LogNorm(1.0, _LIMIT)
     shades = cm.ScalarMappable(norm, "YlGnBu")
 
-    def cell(record):
+    def cell(record: Mapping[str, Any]) -> tuple[Any, str]:
         if record["status"] == NOTHING_FITS:
             return _GREY, ""
         value = factor(record)
@@ -93,7 +84,7 @@ def write_winners(
     marks = dict(zip(names, _COLORS, strict=False))
     assert len(marks) == len(names), "a mechanism without a colour"
 
-    def cell(record):
+    def cell(record: Mapping[str, Any]) -> tuple[Any, str]:
         if record["status"] == NOTHING_FITS:
             return _GREY, ""
         winner = record["winner"]
@@ -121,7 +112,9 @@ def by_panel(records: Records) -> dict[tuple[Any, ...], list[Mapping[str, Any]]]
     return panels
 
 
-def _panels(records, *, title):
+def _panels(
+    records: Records, *, title: str
+) -> tuple[Any, list[tuple[Any, list[Mapping[str, Any]]]]]:
     """(figure, [(axes, records)]): a row for each model."""
     from matplotlib import figure
 
@@ -146,7 +139,9 @@ def _panels(records, *, title):
     return drawing, axes
 
 
-def _draw(panel, rows, cell):
+def _draw(
+    panel: Any, rows: Records, cell: Callable[[Mapping[str, Any]], tuple[Any, str]]
+) -> None:
     links = sorted({record["link_gb_s"] for record in rows})
     budgets = sorted({record["budget_gib"] for record in rows})
     for record in rows:
@@ -162,7 +157,7 @@ def _draw(panel, rows, cell):
     panel.spines[:].set_visible(False)
 
 
-def _ink(color):
+def _ink(color: Any) -> str:
     """Black on light colours, white on dark ones."""
     from matplotlib import colors
 
@@ -174,7 +169,7 @@ def _ink(color):
     return _TEXT if math.sqrt(light) > 0.6 else "white"
 
 
-def _legend(drawing, marks):
+def _legend(drawing: Any, marks: Mapping[str, str]) -> None:
     from matplotlib import patches
 
     handles = [patches.Patch(color=color, label=name) for name, color in marks.items()]

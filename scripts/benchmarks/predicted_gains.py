@@ -7,27 +7,29 @@ Each step is planned and compared with the best static setting and with plain FS
 their best variants, at the same global batch on the same machine. Nothing is measured.
 """
 
-import argparse
 import dataclasses
 import itertools
 import pathlib
 import statistics
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
-from mtuner_jax.configs import ConfigError
 from mtuner_jax.devices import meshes
+from mtuner_jax.numbers import tables
 from mtuner_jax.planning import reports
 from mtuner_jax.planning.costs import timelines
 from mtuner_jax.planning.costs.timelines import Timeline
 from mtuner_jax.planning.searching.static_plans import Static
-from scripts import planning_inputs
+from mtuner_jax.runs import pricing
+from mtuner_jax.runs.requests import PlanningInputs
+from mtuner_jax.settings import programs
+from scripts.benchmarks import grids
 
-BAD_INPUT = 2
 OUTPUT = "docs/benchmarks/predicted-pcie8.md"
 PLAIN = "fsdp"
+MESH = meshes.PRESETS["pcie8"]
 # What the mTuner paper reports of this machine.
 PAPER = {
     "gain": "28.3 % on average, 51.2 % at most, over DeepSpeed",
@@ -38,22 +40,11 @@ _SUMMED = {
     "communication_cut": "communication cut against",
     "exposed_cut": "exposed cut against",
 }
-_HEADINGS = (
-    "model",
-    "tokens",
-    "batch",
-    "best static",
-    "static s",
-    "FSDP s",
-    "planned s",
-    "gain over static",
-    "over FSDP",
-    "communication cut against static",
-    "against FSDP",
-    "exposed cut against static",
-    "against FSDP",
+_HEAD = (
+    "model | tokens: | batch: | best static | static s: | FSDP s: | planned s: | "
+    "gain over static: | over FSDP: | communication cut against static: | "
+    "against FSDP: | exposed cut against static: | against FSDP:"
 )
-_LEFT = {"model", "best static"}
 _TEXT = """\
 # What planning is predicted to win on `pcie8`
 
@@ -74,11 +65,9 @@ Communication: seconds in which collectives run; exposed: seconds in which nothi
 computes. A cut is the share of them that is gone; a negative one means more.
 
 {table}
-
 ## Beside the paper
 
 {summary}
-
 The paper's speed is measured against DeepSpeed, each at its largest batch; its cut is
 that of progressive residency against none. FSDP here is another baseline than
 DeepSpeed: it has the same kernels, merged gathers, profile-guided overlap and layer
@@ -87,6 +76,17 @@ setting needs no gathers at all. So the columns stand beside each other, they do
 confirm each other. Where plain sharding hides its gathers behind computation, the
 gain is what recomputing less wins.
 """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GainsConfig(grids.GridConfig):
+    """The steps of the document; without any flag, that of the repository.
+
+    Attributes:
+      output: The file to write; `-` prints it.
+    """
+
+    output: str = OUTPUT
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ class Against:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cell:
+class Comparison:
     """A step with its price and its baselines; None where a setting does not fit."""
 
     report: reports.Report
@@ -116,71 +116,32 @@ class Cell:
 
 
 def main(argv: list[str]) -> int:
-    """Plans all cells and writes the document; returns the exit code."""
-    arguments = parse(argv)
-    try:
+    """Plans all steps and writes the document; returns the exit code."""
+
+    def document(config: GainsConfig) -> None:
         found = []
-        for inputs in grid(arguments):
-            found.append(cell(inputs))
+        for inputs in grids.inputs(config, MESH, hardware=MESH.name):
+            found.append(compared(inputs))
             print(line(found[-1]), file=sys.stderr, flush=True)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
-    command = " ".join(["python scripts/benchmarks/predicted_gains.py", *argv])
-    text = _TEXT.format(command=command, table=table(found), summary=summary(found))
-    if arguments.output == "-":
-        sys.stdout.write(text)
-    else:
-        pathlib.Path(arguments.output).write_text(text, encoding="utf-8")
-    return 0
+        command = " ".join(["python scripts/benchmarks/predicted_gains.py", *argv])
+        text = _TEXT.format(command=command, table=table(found), summary=summary(found))
+        if config.output == "-":
+            sys.stdout.write(text)
+        else:
+            pathlib.Path(config.output).write_text(text, encoding="utf-8")
+
+    return programs.run(argv, GainsConfig, document, description=__doc__)
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Flags; without any, the document of the repository."""
-    parser = argparse.ArgumentParser(
-        prog="predicted_gains.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    shapes = [f"llama2-{size}" for size in ("7b", "13b", "30b", "70b")]
-    parser.add_argument("--models", nargs="+", default=shapes)
-    lengths = [1024, 2048, 4096, 8192]
-    parser.add_argument("--max_lengths", type=int, nargs="+", default=lengths)
-    parser.add_argument("--global_batch_sizes", type=int, nargs="+", default=[8, 32])
-    parser.add_argument("--output", default=OUTPUT, help="file; - prints it")
-    return parser.parse_args(argv)
-
-
-def grid(arguments: argparse.Namespace) -> Iterator[planning_inputs.Inputs]:
-    """The steps that are asked for.
-
-    Raises:
-      ConfigError: An unknown model, or a length or batch below 1.
-    """
-    for model, length, rows in itertools.product(
-        arguments.models, arguments.max_lengths, arguments.global_batch_sizes
-    ):
-        yield planning_inputs.make(
-            planning_inputs.shape(model),
-            planning_inputs.Request(
-                name=model,
-                mesh=meshes.PRESETS["pcie8"],
-                global_batch_size=rows,
-                max_length=length,
-                hardware="pcie8",
-            ),
-        )
-
-
-def cell(inputs: planning_inputs.Inputs) -> Cell:
+def compared(inputs: PlanningInputs) -> Comparison:
     """Plans a step and compares it.
 
     Raises:
       ConfigError: No plan fits.
     """
-    report = planning_inputs.search_plan(inputs)
+    report = pricing.search_plan(inputs)
     plain = next(static for static in report.statics if static.name == PLAIN)
-    return Cell(
+    return Comparison(
         report=report,
         best=against(report, report.best_static),
         plain=against(report, plain),
@@ -205,18 +166,12 @@ def _cut(before: Timeline, after: Timeline, field: str) -> float:
     return 1.0 - getattr(after, field) / getattr(before, field)
 
 
-def table(cells: Iterable[Cell]) -> str:
+def table(found: Iterable[Comparison]) -> str:
     """One line a step, in Markdown."""
-    marks = ["---" if heading in _LEFT else "--:" for heading in _HEADINGS]
-    return _markdown([_HEADINGS, *map(_cells, cells)], marks)
+    return tables.markdown(_HEAD, map(_cells, found))
 
 
-def _markdown(rows: Sequence[Sequence[str]], marks: Sequence[str]) -> str:
-    lines = [f"| {' | '.join(entries)} |" for entries in rows]
-    return "\n".join([lines[0], f"|{'|'.join(marks)}|", *lines[1:]])
-
-
-def _cells(one: Cell) -> Sequence[str]:
+def _cells(one: Comparison) -> Sequence[str]:
     workload, best, plain = one.report.workload, one.best, one.plain
     both = (best, plain)
     seconds = [f"{found.static.step_s:.2f}" if found else "-" for found in both]
@@ -236,26 +191,26 @@ def _cells(one: Cell) -> Sequence[str]:
     )
 
 
-def summary(cells: Sequence[Cell]) -> str:
+def summary(found: Sequence[Comparison]) -> str:
     """Means, medians and maxima beside the paper's figures, in Markdown."""
-    rows = [["predicted", "mean", "median", "most", "paper"]]
+    rows = []
     baselines = {
-        "the best static setting": [one.best for one in cells],
-        "FSDP": [one.plain for one in cells],
+        "the best static setting": [one.best for one in found],
+        "FSDP": [one.plain for one in found],
     }
-    for (field, title), (name, found) in itertools.product(
+    for (field, title), (name, gains) in itertools.product(
         _SUMMED.items(), baselines.items()
     ):
-        values = [getattr(one, field) for one in found if one is not None]
+        values = [getattr(one, field) for one in gains if one is not None]
         if values:
             numbers = statistics.fmean(values), statistics.median(values), max(values)
             words = map(_percent, numbers)
             rows.append([f"{title} {name}", *words, PAPER.get(field, "")])
-    return _markdown(rows, ["---", "--:", "--:", "--:", "---"])
+    return tables.markdown("predicted | mean: | median: | most: | paper", rows)
 
 
-def line(one: Cell) -> str:
-    """A cell for the terminal."""
+def line(one: Comparison) -> str:
+    """A comparison for the terminal."""
     workload = one.report.workload
     return (
         f"{workload.model} {workload.global_batch_size} x {workload.max_length}: "

@@ -7,14 +7,14 @@ in a folder, with plans and machine descriptions beside it.
 import dataclasses
 import enum
 import hashlib
-import json
 import pathlib
-from typing import Any
+from typing import NamedTuple
 
 from mtuner_jax.configs import ConfigError
+from mtuner_jax.numbers import records
 
-VERSION = 1
 FILE = "runs.json"
+FORMAT = records.Format(what="list of runs", version=1, again="plan it anew")
 
 
 class Kind(enum.StrEnum):
@@ -42,6 +42,25 @@ class Setting:
     pool_gib: float
     capped: bool
     hardware: str
+
+
+class Case(NamedTuple):
+    """What runs that are compared have in common; fields as in `Run`."""
+
+    setting: str
+    model: str
+    max_length: int
+    global_batch_size: int
+
+    @property
+    def shape(self) -> str:
+        """The model without the folder that it lies in."""
+        return pathlib.PurePath(self.model).name
+
+    def __str__(self) -> str:
+        return (
+            f"{self.setting} {self.shape} {self.global_batch_size} x {self.max_length}"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,9 +99,9 @@ class Run:
     expected_s: float = 60.0
 
     @property
-    def case(self) -> tuple[str, str, int, int]:
-        """What runs that are compared have in common."""
-        return (self.setting, self.model, self.max_length, self.global_batch_size)
+    def case(self) -> Case:
+        """What it is compared with has the same."""
+        return Case(self.setting, self.model, self.max_length, self.global_batch_size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,7 +127,7 @@ class RunList:
     @property
     def digest(self) -> str:
         """Tells this list from others; results carry it."""
-        return hashlib.sha256(to_json(self).encode()).hexdigest()[:12]
+        return hashlib.sha256(FORMAT.to_json(self).encode()).hexdigest()[:12]
 
     def setting(self, name: str) -> Setting:
         """The setting of that name."""
@@ -126,49 +145,16 @@ class RunList:
         raise ConfigError(f"run {name!r} is not in the list of {len(self.runs)} runs")
 
 
-def to_json(listed: RunList) -> str:
-    """Serialises, byte for byte the same for equal lists."""
-    content = {"version": VERSION, **dataclasses.asdict(listed)}
-    return json.dumps(content, sort_keys=True, indent=1) + "\n"
-
-
-def from_json(text: str) -> RunList:
-    """Reads what `to_json` wrote.
-
-    Raises:
-      ConfigError: No JSON, another version, or fields missing or unknown.
-    """
-    try:
-        content: dict[str, Any] = json.loads(text)
-        version = content.pop("version", None)
-        if version != VERSION:
-            raise ConfigError(f"list of runs: version {version} is not {VERSION}")
-        settings = tuple(Setting(**entry) for entry in content.pop("settings"))
-        runs = tuple(_run(entry) for entry in content.pop("runs"))
-        unplanned = tuple((case, why) for case, why in content.pop("unplanned"))
-        return RunList(settings=settings, runs=runs, unplanned=unplanned, **content)
-    except ConfigError:
-        raise
-    except (AttributeError, TypeError, KeyError, ValueError) as error:
-        raise ConfigError(f"list of runs: {error}") from error
-
-
 def read(folder: pathlib.Path) -> RunList:
     """Reads a folder's list.
 
     Raises:
-      ConfigError: There is none, or not what `to_json` writes.
+      ConfigError: There is none, or it is not what `FORMAT` writes.
     """
     path = folder / FILE
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; make it with `server_runs.py plan`")
     try:
-        return from_json(path.read_text(encoding="utf-8"))
+        return FORMAT.from_json(path.read_text(encoding="utf-8"), RunList)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}; make it again") from error
-
-
-def _run(entry: dict[str, Any]) -> Run:
-    fields: dict[str, Any] = {**entry, "kind": Kind(entry["kind"])}
-    fields |= {name: tuple(entry[name]) for name in ("roles", "arguments")}
-    return Run(**fields)

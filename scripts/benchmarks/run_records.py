@@ -7,7 +7,6 @@ one that failed, or was cut off twice, stays as it is.
 import calendar
 import dataclasses
 import enum
-import json
 import logging
 import os
 import pathlib
@@ -17,10 +16,12 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from mtuner_jax.configs import ConfigError
+from mtuner_jax.numbers import records
 from scripts.benchmarks.run_lists import Kind, Run, RunList
 
 _logger = logging.getLogger(__name__)
 ENDING = ".jsonl"
+FORMAT = records.Format(what="event", version=1, again="measure again")
 MOST_STARTS = 2
 _TIME = "%Y-%m-%dT%H:%M:%SZ"
 _LEAST_SCALE, _MOST_SCALE = 0.5, 3.0
@@ -91,25 +92,20 @@ class Progress:
 
     def state(self, run: Run) -> State:
         """Where a run stands."""
-        own = self.of(run)
-        events = [record.event for record in own]
-        if Event.DONE in events:
-            return State.DONE
-        if Event.FAILED in events:
-            return State.FAILED
-        if events.count(Event.STARTED) >= MOST_STARTS:
-            return State.CUT_OFF
-        return State.OPEN
+        events = [record.event for record in self.of(run)]
+        for event in (Event.DONE, Event.FAILED):
+            if event in events:
+                return State(event)
+        cut_off = events.count(Event.STARTED) >= MOST_STARTS
+        return State.CUT_OFF if cut_off else State.OPEN
 
     def result(self, run: Run) -> dict[str, Any]:
         """What was measured; empty if nothing was."""
-        done = [record for record in self.of(run) if record.event is Event.DONE]
-        return done[-1].result if done else {}
+        return next((r.result for r in self.of(run)[::-1] if r.result), {})
 
     def error(self, run: Run) -> str:
         """Why a run failed; empty if it did not."""
-        failed = [record for record in self.of(run) if record.event is Event.FAILED]
-        return failed[-1].error if failed else ""
+        return next((r.error for r in self.of(run)[::-1] if r.error), "")
 
     def last(self, names: Collection[str]) -> Record | None:
         """The last event of any of these runs."""
@@ -150,9 +146,8 @@ class Writer:
         record = Record(
             digest=self._digest, run=run.name, event=event, time=now, **fields
         )
-        line = json.dumps(dataclasses.asdict(record), sort_keys=True)
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+            file.write(FORMAT.to_json(record, indent=None))
             file.flush()
             os.fsync(file.fileno())
 
@@ -165,16 +160,14 @@ def read(listed: RunList, folders: Iterable[pathlib.Path]) -> Progress:
     Raises:
       ConfigError: Events of another list.
     """
-    files: dict[str, pathlib.Path] = {}
-    for folder in folders:
-        for path in folder.glob(f"*{ENDING}"):
-            known = files.setdefault(path.name, path)
-            if path.stat().st_size > known.stat().st_size:
-                files[path.name] = path
-    records: list[Record] = []
-    for name in sorted(files):
-        records += events(files[name], listed.digest)
-    return Progress(listed=listed, records=tuple(records))
+    largest: dict[str, pathlib.Path] = {}
+    for path in (path for folder in folders for path in folder.glob(f"*{ENDING}")):
+        known = largest.setdefault(path.name, path)
+        if path.stat().st_size > known.stat().st_size:
+            largest[path.name] = path
+    files = [path for _, path in sorted(largest.items())]
+    found = (record for path in files for record in events(path, listed.digest))
+    return Progress(listed=listed, records=tuple(found))
 
 
 def events(path: pathlib.Path, digest: str) -> list[Record]:
@@ -188,10 +181,8 @@ def events(path: pathlib.Path, digest: str) -> list[Record]:
     found = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
-            fields: dict[str, Any] = json.loads(line)
-            fields["event"] = Event(fields["event"])
-            record = Record(**fields)
-        except (TypeError, KeyError, ValueError) as error:
+            record = FORMAT.from_json(line, Record)
+        except ConfigError as error:
             _logger.warning("%s, line %d is left out: %s", path, number, error)
             continue  # written while the machine was taken away
         if record.digest != digest:

@@ -10,11 +10,9 @@ maps: gain.png, mechanisms.png, bwd_keep.png, tail.png.
 All figures are predictions of the cost model.
 """
 
-import argparse
 import concurrent.futures
 import dataclasses
 import functools
-import itertools
 import json
 import math
 import multiprocessing
@@ -31,22 +29,63 @@ from mtuner_jax.devices import meshes
 from mtuner_jax.hardware.machines import Hardware, Link
 from mtuner_jax.planning import plans
 from mtuner_jax.planning.costs import passes
+from mtuner_jax.planning.plans import Plan
 from mtuner_jax.planning.searching import search, static_plans
-from scripts import planning_inputs
-from scripts.benchmarks import mechanisms, phase_plots
+from mtuner_jax.runs.requests import PlanningInputs
+from mtuner_jax.settings import cli, programs
+from scripts.benchmarks import grids, mechanisms, phase_plots
 
-BAD_INPUT = 2
 # Less is within what the cost model is wrong by; nothing counts as won below it.
 LEAST_GAIN = 1.02
 # What no static setting has, beside treating layers differently.
 DRAWN_ALONE = ("bwd_keep", "tail")
-QUICK = {
-    "models": ["llama2-7b"],
-    "max_lengths": [1024],
-    "global_batch_sizes": [8, 32],
-    "budgets": [12.0, 24.0, 36.0],
-    "links": [7.0, 14.0, 100.0],
-}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SweepConfig(grids.GridConfig):
+    """The grid of a sweep.
+
+    Attributes:
+      budgets: GiB per device.
+      links: GB/s received over the slowest axis; the other links are scaled alike.
+      mesh: As in train.py.
+      hardware: As in train.py; its links are scaled.
+      output: The folder to write to.
+      jobs: Processes.
+      quick: Take a grid of under two minutes, but for what is given.
+      draw_only: Draw the cells.jsonl that is there.
+    """
+
+    models: tuple[str, ...] = ("llama2-7b", "llama2-13b", "llama2-70b")
+    max_lengths: tuple[int, ...] = (1024, 4096)
+    global_batch_sizes: tuple[int, ...] = (8, 64)
+    budgets: tuple[float, ...] = (10.0, 14.0, 20.0, 28.0, 42.0, 75.0)
+    links: tuple[float, ...] = (7.0, 14.0, 28.0, 100.0)
+    mesh: str = "pcie8"
+    hardware: str = "auto"
+    output: str = "runs/sweep"
+    jobs: int = 1
+    quick: bool = False
+    draw_only: bool = False
+
+    def __post_init__(self):
+        for name in ("budgets", "links"):
+            values = getattr(self, name)
+            if not all(math.isfinite(value) and value > 0 for value in values):
+                raise ConfigError(f"{name}={values}: finite and above 0")
+        if self.jobs < 1:
+            raise ConfigError(f"jobs={self.jobs}: finite and above 0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuickConfig(SweepConfig):
+    """The grid of a quick sweep."""
+
+    models: tuple[str, ...] = ("llama2-7b",)
+    max_lengths: tuple[int, ...] = (1024,)
+    global_batch_sizes: tuple[int, ...] = (8, 32)
+    budgets: tuple[float, ...] = (12.0, 24.0, 36.0)
+    links: tuple[float, ...] = (7.0, 14.0, 100.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,64 +99,42 @@ class Panel:
         are scaled alike.
     """
 
-    inputs: planning_inputs.Inputs
+    inputs: PlanningInputs
     budgets: tuple[float, ...]
     link_gb_s: float
 
 
 def main(argv: list[str]) -> int:
     """Sweeps and draws, or draws only; returns the exit code."""
-    arguments = parse(argv)
-    try:
-        folder = pathlib.Path(arguments.output)
-        folder.mkdir(parents=True, exist_ok=True)
-        if not arguments.draw_only:
-            sweep(arguments, folder / "cells.jsonl")
-        draw(folder)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
-    return 0
+    return programs.guarded(lambda: sweep_and_draw(parse(argv)))
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Flags; `--quick` replaces the grid's defaults, not what was given."""
-    parser = argparse.ArgumentParser(
-        prog="sweep.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    grid = [
-        ("models", str, ["llama2-7b", "llama2-13b", "llama2-70b"]),
-        ("max_lengths", int, [1024, 4096]),
-        ("global_batch_sizes", int, [8, 64]),
-        ("budgets", float, [10.0, 14.0, 20.0, 28.0, 42.0, 75.0]),
-        ("links", float, [7.0, 14.0, 28.0, 100.0]),
-    ]
-    for name, kind, default in grid:
-        parser.add_argument(f"--{name}", type=kind, nargs="+", default=default)
-    parser.add_argument("--mesh", default="pcie8")
-    parser.add_argument("--hardware", default="auto", help="its links are scaled")
-    parser.add_argument("--output", default="runs/sweep", help="folder to write to")
-    parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--quick", action="store_true", help="under two minutes")
-    parser.add_argument("--draw_only", action="store_true", help="from cells.jsonl")
-    if "--quick" in argv:
-        parser.set_defaults(**QUICK)
-    return parser.parse_args(argv)
+def parse(argv: list[str]) -> SweepConfig:
+    """The settings; `--quick` replaces the grid's defaults, not what was given."""
+    config = cli.parse(argv, SweepConfig, description=__doc__)
+    return cli.parse(argv, QuickConfig) if config.quick else config
 
 
-def sweep(arguments: argparse.Namespace, path: pathlib.Path) -> None:
+def sweep_and_draw(config: SweepConfig) -> None:
+    """Writes cells.jsonl, unless it is only drawn, and the maps."""
+    folder = pathlib.Path(config.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not config.draw_only:
+        sweep(config, folder / "cells.jsonl")
+    draw(folder)
+
+
+def sweep(config: SweepConfig, path: pathlib.Path) -> None:
     """Plans all cells; one JSON line each, in the order of the grid."""
-    todo = list(panels(arguments))
+    todo = list(panels(config))
     started = time.monotonic()
     # Not forked: the parent has threads (JAX) that a fork would leave stuck.
     context = multiprocessing.get_context("spawn")
     with (
         path.open("w", encoding="utf-8") as file,
-        concurrent.futures.ProcessPoolExecutor(arguments.jobs, context) as pool,
+        concurrent.futures.ProcessPoolExecutor(config.jobs, context) as pool,
     ):
-        done = map(cells, todo) if arguments.jobs == 1 else pool.map(cells, todo)
+        done = map(cells, todo) if config.jobs == 1 else pool.map(cells, todo)
         for number, (panel, records) in enumerate(zip(todo, done, strict=True), 1):
             file.writelines(json.dumps(record) + "\n" for record in records)
             file.flush()
@@ -131,41 +148,21 @@ def sweep(arguments: argparse.Namespace, path: pathlib.Path) -> None:
     print(f"wrote {path}")
 
 
-def panels(arguments: argparse.Namespace) -> Iterator[Panel]:
+def panels(config: SweepConfig) -> Iterator[Panel]:
     """The grid, but for budgets.
 
     Raises:
-      ConfigError: Nothing positive to sweep over, an unknown model, mesh or machine.
+      ConfigError: An unknown model, mesh or machine.
     """
-    for name in ("budgets", "links", "jobs"):
-        values = getattr(arguments, name)
-        values = values if isinstance(values, list) else [values]
-        if not all(math.isfinite(value) and value > 0 for value in values):
-            raise ConfigError(f"{name}={values}: finite and above 0")
-    mesh = meshes.parse(arguments.mesh, num_devices=0)
-    for model, length, rows, link in itertools.product(
-        arguments.models,
-        arguments.max_lengths,
-        arguments.global_batch_sizes,
-        arguments.links,
-    ):
-        inputs = planning_inputs.make(
-            planning_inputs.shape(model),
-            planning_inputs.Request(
-                name=model,
-                mesh=mesh,
-                global_batch_size=rows,
-                max_length=length,
-                hardware=arguments.hardware,
-            ),
-        )
-        yield Panel(
-            inputs=dataclasses.replace(
-                inputs, hardware=with_link(inputs.hardware, link * 1e9)
-            ),
-            budgets=tuple(sorted(arguments.budgets)),
-            link_gb_s=link,
-        )
+    mesh = meshes.parse(config.mesh, num_devices=0)
+    for inputs in grids.inputs(config, mesh, hardware=config.hardware):
+        for link in config.links:
+            hardware = with_link(inputs.hardware, link * 1e9)
+            yield Panel(
+                inputs=dataclasses.replace(inputs, hardware=hardware),
+                budgets=tuple(sorted(config.budgets)),
+                link_gb_s=link,
+            )
 
 
 def with_link(hardware: Hardware, bytes_per_s: float) -> Hardware:
@@ -189,34 +186,28 @@ def with_link(hardware: Hardware, bytes_per_s: float) -> Hardware:
 
 def cells(panel: Panel) -> list[dict[str, Any]]:
     """Records of a panel's cells, smallest budget first."""
-    workload, hardware = panel.inputs.workload, panel.inputs.hardware
-    searchers: dict[str, mechanisms.Without] = {}
+    workload = panel.inputs.workload
+    searchers: dict[str, search.Searcher] = {}
     records = []
     for budget_gib in panel.budgets:
-        budget_bytes = int(budget_gib * 2**30)
-        inputs = dataclasses.replace(panel.inputs, budget_bytes=budget_bytes)
+        place = dataclasses.replace(panel.inputs, budget_bytes=int(budget_gib * 2**30))
         record: dict[str, Any] = {
             "model": workload.model,
             "max_length": workload.max_length,
             "global_batch_size": workload.global_batch_size,
-            "mesh_sizes": inputs.mesh_sizes,
-            "hardware": hardware.name,
+            "mesh_sizes": place.mesh_sizes,
+            "hardware": place.hardware.name,
             "link_gb_s": panel.link_gb_s,
             "budget_gib": budget_gib,
         }
         try:
-            found = search.fastest(
-                workload,
-                hardware,
-                mesh_sizes=inputs.mesh_sizes,
-                budget_bytes=budget_bytes,
-            )
+            found = search.fastest(**vars(place))
         except ConfigError as error:  # nothing else is wrong with checked inputs
             reason = {"status": phase_plots.NOTHING_FITS, "reason": str(error)}
             records.append(record | reason)
             continue
-        record |= priced(found) | against_static(inputs, found)
-        record |= attribution(inputs, found, searchers)
+        record |= priced(found) | against_static(place, found)
+        record |= attribution(place, found.plan, searchers)
         records.append(record | {"winner": winner(record)})
     return records
 
@@ -229,23 +220,14 @@ def priced(found: search.Found) -> dict[str, Any]:
         "tokens_per_s": played.tokens_per_s,
         "exposed_s": played.exposed_s,
         "total_bytes": found.forecast.total_bytes,
-        "binds": found.binds,
-        "reason": found.reason,
         "search_s": found.search_s,
         "plan": json.loads(plans.to_json(found.plan)),
     }
 
 
-def against_static(
-    inputs: planning_inputs.Inputs, found: search.Found
-) -> dict[str, Any]:
+def against_static(place: PlanningInputs, found: search.Found) -> dict[str, Any]:
     """The best static setting and the gain over it."""
-    statics = static_plans.best(
-        inputs.workload,
-        inputs.hardware,
-        mesh_sizes=inputs.mesh_sizes,
-        budget_bytes=inputs.budget_bytes,
-    )
+    statics = static_plans.best(**vars(place))
     fitting = [static for static in statics if static.plan is not None]
     if not fitting:
         return {"status": phase_plots.ONLY_PLANNED, "static": "", "gain": None}
@@ -259,37 +241,34 @@ def against_static(
 
 
 def attribution(
-    inputs: planning_inputs.Inputs,
-    found: search.Found,
-    searchers: dict[str, mechanisms.Without],
+    place: PlanningInputs,
+    plan: Plan,
+    searchers: dict[str, search.Searcher],
 ) -> dict[str, Any]:
     """Which mechanisms a plan uses, and what its step takes without each.
 
     Args:
-      inputs: Workload, machine, mesh and budget.
-      found: The fastest plan.
+      place: Workload, machine, mesh and budget.
+      plan: The fastest plan.
       searchers: Searches by mechanism, made when first needed; they serve any budget.
 
     Returns:
       Shares of layers by mechanism; seconds without it, None where nothing fits.
     """
-    shares = {name: m.share(found.plan) for name, m in mechanisms.ALL.items()}
+    shares = {name: m.share(plan) for name, m in mechanisms.ALL.items()}
     used = {name: share for name, share in shares.items() if share > 0}
-    without_s: dict[str, float | None] = {}
+    without_s: dict[str, float | None] = dict.fromkeys(used)
     for name in used:
         if name not in searchers:
-            searchers[name] = mechanisms.Without(
-                mechanisms.ALL[name],
-                workload=inputs.workload,
-                hardware=inputs.hardware,
-                mesh_sizes=inputs.mesh_sizes,
+            searchers[name] = search.Searcher(
+                place.workload,
+                place.hardware,
+                mesh_sizes=place.mesh_sizes,
+                allowed=mechanisms.ALL[name].without,
             )
-        left = searchers[name].fitting(inputs.budget_bytes)
-        without_s[name] = (
-            None
-            if left is None
-            else passes.step_s(left, inputs.workload, inputs.hardware)
-        )
+        left = searchers[name].fitting(place.budget_bytes)
+        if left is not None:
+            without_s[name] = passes.step_s(left.plan, place.workload, place.hardware)
     return {"used": used, "without_s": without_s}
 
 
@@ -327,26 +306,26 @@ def draw(folder: pathlib.Path) -> None:
       ConfigError: No cells there.
     """
     path = folder / "cells.jsonl"
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file; run without --draw_only first")
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    if not records:
-        raise ConfigError(f"{path}: no cells; run without --draw_only first")
+    text = path.read_text() if path.is_file() else ""
+    if not text:
+        found = "no cells" if path.is_file() else "no such file"
+        raise ConfigError(f"{path}: {found}; run without --draw_only first")
+    records = [json.loads(line) for line in text.splitlines()]
     where = f"({records[0]['hardware']}, links scaled; predicted by the cost model)"
     titles = {name: m.title for name, m in mechanisms.ALL.items()}
-    phase_plots.write_factors(
-        folder / "gain.png",
-        records,
-        factor=lambda record: record["gain"],
-        title=f"Planned step against the best static setting\n{where}",
-        label="best static setting's step / planned step",
-    )
     phase_plots.write_winners(
         folder / "mechanisms.png",
         records,
         names=titles,
         title="The mechanism that the planned step needs most, and how many times\n"
         f"longer it takes without {where}",
+    )
+    phase_plots.write_factors(
+        folder / "gain.png",
+        records,
+        factor=lambda record: record["gain"],
+        title=f"Planned step against the best static setting\n{where}",
+        label="best static setting's step / planned step",
     )
     for name in DRAWN_ALONE:
         phase_plots.write_factors(

@@ -8,7 +8,8 @@ import pytest
 
 from mtuner_jax.adapters import lora
 from mtuner_jax.configs import ConfigError, LoraConfig
-from mtuner_jax.ops import lora_linear
+from mtuner_jax.ops.low_rank import api as low_rank
+from mtuner_jax.ops.low_rank.operands import Lora
 from tests import tiny
 
 NUM_LAYERS = 12  # so that layer 1 is a prefix of layers 10 and 11
@@ -203,8 +204,8 @@ def test_padding_stays_exactly_zero_through_optimizer_steps():
             a, b = params[spec.module]["lora_a"], params[spec.module]["lora_b"]
             kernel = jnp.ones((spec.in_dim, spec.out_dim))
             y_LBTF = jax.vmap(
-                lambda *leaves, kernel=kernel: lora_linear.apply(
-                    x_BTD, kernel, lora=lora_linear.Lora(*leaves)
+                lambda *leaves, kernel=kernel: low_rank.apply(
+                    x_BTD, kernel, lora=Lora(*leaves)
                 )
             )(a, b, scalings[spec.module])
             total += jnp.sum(jnp.sin(y_LBTF))

@@ -1,17 +1,18 @@
 import dataclasses
 import json
 import math
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import llama, llama_configs
-from mtuner_jax.calibration import benches, links, sections
+from mtuner_jax.calibration import benches, calibrations, links, sections
 from mtuner_jax.configs import ConfigError
 from mtuner_jax.devices import meshes
 from mtuner_jax.hardware import machines
+from scripts import calibrate
 
 SIZES = dataclasses.replace(
     benches.SMALL,
@@ -30,32 +31,30 @@ SIZES = dataclasses.replace(
 
 def bench(mesh, **sizes):
     sizes = dataclasses.replace(SIZES, **sizes)
-    config = llama_configs.LlamaConfig(
-        vocab_size=32,
-        hidden_size=sizes.hidden,
-        intermediate_size=sizes.intermediate,
-        num_layers=1,
-        num_heads=sizes.num_heads,
-        num_kv_heads=sizes.num_heads,
-        head_dim=sizes.head_dim,
-    )
-    return benches.Bench(
-        mesh=meshes.make(meshes.parse(mesh), jax.devices()),
-        sizes=sizes,
-        model=llama.Llama(config),
+    devices = meshes.make(meshes.parse(mesh), jax.devices())
+    return calibrate.bench_on(devices, sizes, memory_fraction=0.0)
+
+
+def calibration(base=None, stamp="now"):
+    return calibrations.Calibration(
+        bench=bench("2x2x2"),
+        name="mine",
+        path=pathlib.Path("mine.json"),
+        base=base,
+        stamp=stamp,
     )
 
 
 @pytest.fixture(scope="module")
 def results():
-    return list(sections.sections(bench("2x2x2")))
+    return list(sections.measure(bench("2x2x2")))
 
 
 def test_every_section_works_on_eight_cpu_devices(results):
     assert [section.name for section in results] == list(sections.SECTIONS)
     assert [section.error for section in results] == [""] * len(results)
     figures = {field for section in results for field in section.figures}
-    assert figures == set(sections.figure_names()) - {"reserve_bytes"}
+    assert figures == set(machines.FIGURES) - {"reserve_bytes"}
 
 
 def test_a_hosts_memory_is_what_its_container_may_take(tmp_path):
@@ -68,9 +67,7 @@ def test_a_hosts_memory_is_what_its_container_may_take(tmp_path):
 
 
 def test_a_calibration_is_a_machine_that_is_found_again(results, tmp_path):
-    described = sections.describe(
-        "mine", bench("2x2x2"), results, base=None, stamp="a day, 8 x cpu"
-    )
+    described = calibrations.describe(calibration(stamp="a day, 8 x cpu"), results)
     machines.write(tmp_path / "mine.json", described)
     found = machines.find("mine", mesh_sizes=(2, 2, 2), directory=tmp_path)
     assert found == described
@@ -79,7 +76,7 @@ def test_a_calibration_is_a_machine_that_is_found_again(results, tmp_path):
     assert [tokens for tokens, _ in found.matmul_flops_per_s] == [8, 16]
     assert found.sources["links"] == "measured: a day, 8 x cpu"
     assert found.sources["reserve_bytes"].startswith("assumed:")
-    assert found.sources.keys() == set(sections.figure_names())
+    assert found.sources.keys() == set(machines.FIGURES)
 
 
 def test_single_measurements_are_kept(results):
@@ -100,7 +97,7 @@ def test_single_measurements_are_kept(results):
 
 def test_one_device_has_no_links():
     names = ("memory", "links", "overlap", "host")
-    memory, links, overlap, host = sections.sections(bench("1"), names)
+    memory, links, overlap, host = sections.measure(bench("1"), names)
     assert not any(section.error for section in (memory, links, overlap, host))
     assert links.figures == {"links": ()}
     assert overlap.figures == {"overlap_slowdown": 1.0}
@@ -109,25 +106,37 @@ def test_one_device_has_no_links():
 def test_a_section_that_fails_leaves_the_others_their_results():
     broken = bench("2", gather_bytes=())
     names = ("links", "overlap", "memory", "kernel")
-    links, overlap, memory, kernel = sections.sections(broken, names)
-    assert links.error.startswith("ValueError") and not links.figures
+    links, overlap, memory, kernel = sections.measure(broken, names)
+    assert (
+        links.error.startswith("MeasurementError: a link is fitted to two sizes")
+        and not links.figures
+    )
     assert "section links has no result" in overlap.error
     assert not memory.error and not kernel.error
     assert kernel.figures["kernel_s"] > 0.0
 
 
+def test_a_rate_above_the_peak_of_the_card_is_refused():
+    rates = {"matmul_flops_per_s": ((8, 1e12), (16, 3e12))}
+    section = benches.Section(figures=rates)
+    with pytest.raises(benches.MeasurementError, match=r"3e\+12 .* peak is 2e\+12"):
+        sections._check_rates(section, 2e12)
+    sections._check_rates(section, 4e12)
+    sections._check_rates(section, None)
+    sections._check_rates(benches.Section(), 2e12)
+
+
 def test_what_failed_is_taken_from_the_preset_or_is_an_error(results):
     kept = [section for section in results if section.name not in ("links", "host")]
-    where = bench("2x2x2")
     base = machines.preset("pcie8")
-    described = sections.describe("mine", where, kept, base=base, stamp="now")
+    described = calibrations.describe(calibration(base=base), kept)
     assert described.links == base.links
     assert described.host_bytes_per_s == base.host_bytes_per_s
     text = f"assumed: not measured, as in pcie8 ({base.sources['links']})"
     assert described.sources["links"] == text
     assert described.sources["kernel_s"] == "measured: now"
     with pytest.raises(ConfigError, match="not measured in host_bytes_per_s, links"):
-        sections.describe("mine", where, kept, base=None, stamp="now")
+        calibrations.describe(calibration(), kept)
 
 
 @pytest.mark.parametrize("latency_s", [0.0, 2e-5])
@@ -160,7 +169,7 @@ def test_a_loop_does_all_of_its_products_and_gathers():
     operand = where.random(5, (16, width))
     shard = jnp.arange(4.0 * 2).reshape(4, 2)
     run = links._side_by_side(where, ("tier1",), num)
-    product, kept, marks = run((operand, shard, jnp.zeros(4)), weights)
+    product, kept, marks = run(links.LoopState(operand, shard, jnp.zeros(4)), weights)
     want = operand @ np.linalg.matrix_power(np.asarray(weights[0] @ weights[1]), num)
     np.testing.assert_allclose(product, want, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(kept, shard)

@@ -9,7 +9,8 @@ import pytest
 from models import llama, llama_configs, llama_hf_names
 from mtuner_jax.adapters import lora
 from mtuner_jax.checkpoints import safetensors_files
-from mtuner_jax.ops import lora_linear, tapes
+from mtuner_jax.ops import tapes
+from mtuner_jax.ops.low_rank.operands import LayerAdapters, Lora
 from mtuner_jax.protocols.states import Batch
 
 DTYPES = {
@@ -96,7 +97,7 @@ def logits(config, params, ids, *, adapters=None, specs=()):
     x_BTD = model.embed(params["embed"]["table"], jnp.asarray(ids))
     for layer in range(config.num_layers):
         loras = {
-            module: lora_linear.Lora(
+            module: Lora(
                 jnp.asarray(leaf["lora_a"][layer]),
                 jnp.asarray(leaf["lora_b"][layer]),
                 scalings[module][layer],
@@ -105,7 +106,7 @@ def logits(config, params, ids, *, adapters=None, specs=()):
         }
         x_BTD = model.layer(
             jax.tree.map(lambda a, i=layer: a[i], params["layers"]),
-            lora_linear.LayerAdapters(loras, None),
+            LayerAdapters(loras, None),
             x_BTD,
             context=context,
             tape=tapes.Tape(),

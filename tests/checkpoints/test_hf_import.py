@@ -257,7 +257,6 @@ def test_identity_recognises_the_same_base_elsewhere(tiny, tmp_path):
     hf["transformers_version"] = "5.0"
     (two / "config.json").write_text(json.dumps(hf, indent=2))
     before, after = hf_import.base_identity(one), hf_import.base_identity(two)
-    assert hf_import.describe_difference(before, after) is None
     assert json.loads(json.dumps(before)) == after
 
 
@@ -268,7 +267,9 @@ def test_identity_tells_other_weights_and_other_configs_apart(tiny, tmp_path):
     other = dataclasses.replace(config, rope_theta=5e5)
     three = tiny.folder(tmp_path / "c", other, tiny.tensors(config))
     stored = hf_import.base_identity(one)
-    weights = hf_import.describe_difference(stored, hf_import.base_identity(two))
-    assert weights is not None and "1 weight files (model.safetensors)" in weights
-    changed = hf_import.describe_difference(stored, hf_import.base_identity(three))
-    assert changed == "the base model is another one: config.json changed"
+    weights, changed = map(hf_import.base_identity, (two, three))
+    assert weights["config"] == stored["config"]
+    assert weights["files"].keys() == stored["files"].keys() == {"model.safetensors"}
+    assert weights["files"] != stored["files"]
+    assert changed["files"] == stored["files"]
+    assert changed["config"] != stored["config"]

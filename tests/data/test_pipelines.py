@@ -127,7 +127,7 @@ def test_evaluation_shows_every_token_once_whatever_the_batch(batch_size):
     data = build_samples(13)
     rows = packing.best_fit(np.arange(13), data.lengths, max_length=MAX_LENGTH)
     evaluation = pipelines.EvalData(
-        data, rows, batch_size=batch_size, max_length=MAX_LENGTH
+        samples=data, rows=rows, batch_size=batch_size, max_length=MAX_LENGTH
     )
     first, second = list(evaluation), list(evaluation)
     assert len(first) == len(evaluation) == -(-len(rows) // batch_size)

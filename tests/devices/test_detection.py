@@ -49,8 +49,8 @@ def test_devices_are_counted_as_cuda_counts_them(
 
 
 def test_present_is_singular_for_one_device():
-    assert detection.Found(num_present=1).present == "1 NVIDIA device"
-    assert detection.Found(num_present=2).present == "2 NVIDIA devices"
+    assert detection.Gpus(num_present=1).present == "1 NVIDIA device"
+    assert detection.Gpus(num_present=2).present == "2 NVIDIA devices"
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_present_is_singular_for_one_device():
     ],
 )
 def test_what_to_install_follows_the_driver(driver_cuda, text):
-    found = detection.Found(num_present=2, num_visible=2, driver_cuda=driver_cuda)
+    found = detection.Gpus(num_present=2, num_visible=2, driver_cuda=driver_cuda)
     unusable = detection.unusable(found)
     assert text in unusable
     assert unusable.startswith("2 NVIDIA devices found, but JAX cannot use them")

@@ -22,7 +22,7 @@ from mtuner_jax.devices import meshes
 def test_presets_factorise_their_devices_into_axes_of_size_2(name, sizes):
     spec = meshes.parse(name)
     assert spec.sizes == sizes
-    assert len(spec.links) == len(sizes)
+    assert len(spec.link_names) == len(sizes)
     assert spec.axes == meshes.AXES[: len(sizes)]
     first = {"pcie8", "nvlink8", "nvlink32", "h200x1", "h200x2"}
     assert meshes.PRESETS.keys() == first | {"h200x8", "l40sx8", "rtx4090x8"}

@@ -1,4 +1,5 @@
 import itertools
+import logging
 
 import jax
 import pytest
@@ -34,7 +35,7 @@ def pcie8(tmp_path):
 
 def test_a_place_is_read_from_sysfs(pcie8):
     sysfs, addresses = pcie8
-    place = orders.place(addresses[3], sysfs=sysfs)
+    place = orders.pci_place(addresses[3], sysfs=sysfs)
     assert place.address == "0000:13:00.0"
     assert place.numa_node == 1
     assert place.bridges == (
@@ -48,10 +49,10 @@ def test_a_place_is_read_from_sysfs(pcie8):
 
 def test_devices_of_a_numa_node_and_of_a_switch_stand_together(pcie8):
     sysfs, addresses = pcie8
-    places = [orders.place(address, sysfs=sysfs) for address in addresses]
-    order = orders.order_by_place(places)
-    assert sorted(order.permutation) == list(range(8))
-    sorted_places = [places[index] for index in order.permutation]
+    places = [orders.pci_place(address, sysfs=sysfs) for address in addresses]
+    order = orders.by_place(places)
+    assert sorted(order) == list(range(8))
+    sorted_places = [places[index] for index in order]
     assert [place.numa_node for place in sorted_places] == [0] * 4 + [1] * 4
     switches = [place.switch for place in sorted_places]
     assert switches[0::2] == switches[1::2]
@@ -60,8 +61,8 @@ def test_devices_of_a_numa_node_and_of_a_switch_stand_together(pcie8):
 
 def test_a_line_for_each_device_says_where_it_sits(pcie8):
     sysfs, addresses = pcie8
-    places = [orders.place(address, sysfs=sysfs) for address in addresses]
-    lines = orders.order_by_place(places).lines
+    places = [orders.pci_place(address, sysfs=sysfs) for address in addresses]
+    lines = orders.lines(places, orders.by_place(places))
     assert lines[1] == (
         "mesh device 1: CUDA device 4, 0000:14:00.0, NUMA node 0, below 0000:01:00.0"
     )
@@ -69,13 +70,13 @@ def test_a_line_for_each_device_says_where_it_sits(pcie8):
 
 
 def test_a_device_sysfs_does_not_know_has_no_place(tmp_path):
-    place = orders.place("0000:99:00.0", sysfs=tmp_path)
+    place = orders.pci_place("0000:99:00.0", sysfs=tmp_path)
     assert (place.numa_node, place.bridges, place.switch) == (-1, (), "")
 
 
 def test_a_device_at_a_root_port_names_the_port():
     bridges = ("pci0000:00", "0000:00:05.0")
-    place = orders.Place(address="0000:01:00.0", numa_node=-1, bridges=bridges)
+    place = orders.PciPlace(address="0000:01:00.0", numa_node=-1, bridges=bridges)
     assert place.switch == "0000:00:05.0"
 
 
@@ -98,7 +99,7 @@ def test_cuda_visible_devices_permutes_and_ends_as_in_cuda(visible, indices):
     assert orders.visible_indices(visible, UUIDS) == indices
 
 
-def test_cpus_keep_their_order():
-    order = orders.device_order(jax.devices("cpu"))
-    assert order.permutation == tuple(range(len(jax.devices("cpu"))))
-    assert order.lines == ()
+def test_cpus_keep_their_order(caplog):
+    caplog.set_level(logging.INFO)
+    assert orders.neighbours_together(jax.devices("cpu")) == jax.devices("cpu")
+    assert not caplog.records

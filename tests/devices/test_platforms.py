@@ -20,7 +20,7 @@ def decide(platform, num_devices, mesh="pcie8", num_hosts=1, **found):
         num_devices,
         mesh=mesh,
         num_hosts=num_hosts,
-        found=detection.Found(**found),
+        found=detection.Gpus(**found),
     )
 
 

@@ -12,13 +12,13 @@ from jax.sharding import PartitionSpec as P
 from models import llama
 from mtuner_jax.adapters import lora
 from mtuner_jax.devices import meshes
-from mtuner_jax.engines.elastic import steps
-from mtuner_jax.inspection import collectives, compile_only, hlo_programs
-from mtuner_jax.inspection.collectives import Collective
+from mtuner_jax.engines.elastic import engine, steps
 from mtuner_jax.numbers import chunking
 from mtuner_jax.planning import plans
 from tests import tiny
 from tests.engines.elastic import plan_cases
+from tests.inspection import collectives, hlo_programs
+from tests.inspection.collectives import Collective
 
 TOKENS = 12
 OPTIMIZER = optax.adamw(1e-2)
@@ -66,7 +66,7 @@ def segment(num_layers=3, rest=0, *, fwd=None, bwd=None, **settings):
 
 
 def trace(spec):
-    arguments = compile_only.abstract_arguments(
+    arguments = engine.abstract_arguments(
         spec, OPTIMIZER, max_length=TOKENS, dtype=jnp.float32
     )
     return steps.build_train(spec, OPTIMIZER).trace(*arguments)
@@ -420,7 +420,7 @@ COMPILED = {
 def test_compiled_step_moves_the_lowered_bytes_and_reuses_what_is_donated(name):
     segments, settings = COMPILED[name]
     spec = make_spec("2x2x2", segments, **settings)
-    arguments = compile_only.abstract_arguments(
+    arguments = engine.abstract_arguments(
         spec, OPTIMIZER, max_length=TOKENS, dtype=jnp.float32
     )
     traced = trace(spec)
@@ -494,14 +494,3 @@ replica_groups={{0,1},{2,3}}, to_apply=%add
     assert gather.groups == ((0, 2, 1, 3), (4, 6, 5, 7))
     assert (reduce.kind, reduce.result_bytes, reduce.loops) == ("all_reduce", 36, ())
     assert reduce.groups == ((0, 1), (2, 3))
-
-
-def test_cudnn_workspace_is_larger_with_grouped_queries():
-    call = (
-        "  %bwd = (bf16[2,8,64,16]{3,1,2,0}, bf16[2,{kv},64,16]{3,1,2,0}, u8[0]{0}) "
-        'custom-call(%q), custom_call_target="__cudnn$fmhaSoftmaxBackward"'
-    )
-    elements = 2 * 8 * 64 * 16
-    equal, grouped = call.replace("{kv}", "8"), call.replace("{kv}", "2")
-    assert hlo_programs.cudnn_workspace_bytes(equal) == 4 * elements
-    assert hlo_programs.cudnn_workspace_bytes(grouped) == 8 * elements

@@ -10,10 +10,12 @@ from mtuner_jax.adapters import lora
 from mtuner_jax.configs import LoraConfig, OptimizerConfig
 from mtuner_jax.devices import meshes, shardings
 from mtuner_jax.engines.elastic import steps
-from mtuner_jax.inspection import collectives, compile_only, hlo_programs
+from mtuner_jax.hardware import cards
+from mtuner_jax.inspection import compile_only
 from mtuner_jax.planning import plans, workloads
 from mtuner_jax.planning.costs import forecasts
 from mtuner_jax.training import optimizers
+from tests.inspection import collectives, hlo_programs
 
 pytestmark = [
     pytest.mark.aot,
@@ -22,7 +24,8 @@ pytestmark = [
     ),
 ]
 
-A100 = compile_only.TARGETS["a100-40gb"]
+A100 = cards.A100_PCIE
+TARGETS = {"a100-40gb": A100, "h100-80gb": cards.H100_SXM}
 INPUT, GATES = plans.Saved.LAYER_INPUT, plans.Saved.ATTENTION_AND_GATES
 LINEARS, HOST = plans.Saved.LINEARS, plans.Saved.LAYER_INPUT_ON_HOST
 RANK = 16
@@ -102,7 +105,7 @@ def workload(config, *, tokens, **lora_settings):
         ),
         max_length=tokens,
         global_batch_size=8,
-        cudnn_attention=compile_only.has_cudnn(),
+        attention="cudnn" if compile_only.has_cudnn() else "xla",
     )
 
 
@@ -171,11 +174,23 @@ def test_mesh_is_arranged_as_that_of_present_devices():
     assert [device.id for device in got.devices.flat] == list(range(8))
 
 
-@pytest.mark.parametrize("target", compile_only.TARGETS)
-def test_every_target_is_understood(target):
-    mesh = compile_only.topology_mesh(compile_only.TARGETS[target], (2, 2))
+@pytest.mark.parametrize("card", cards.CARDS, ids=lambda card: card.title)
+def test_every_card_is_understood(card):
+    mesh = compile_only.topology_mesh(compile_only.target_of(card.device), (2, 2))
     kinds = {device.device_kind for device in mesh.devices.flat}
-    assert kinds == {compile_only.TARGETS[target].device}
+    assert kinds == {card.device}
+    capabilities = {device.compute_capability for device in mesh.devices.flat}
+    assert capabilities == {"{}.{}".format(*card.xla.compute_capability)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("card", [cards.L40S, cards.RTX_4090], ids=lambda c: c.title)
+def test_ada_cards_compile_as_their_forecast_says(card):
+    compiled = compile_plan(SMALL, [ahead(8, 1, bwd=2, saved=GATES)], target=card)
+    assert compiled.allocated.arguments == compiled.forecast.arguments_bytes
+    assert compiled.allocated.outputs == compiled.forecast.outputs
+    same = compile_plan(SMALL, [ahead(8, 1, bwd=2, saved=GATES)])
+    assert compiled.allocated.total == pytest.approx(same.allocated.total, rel=0.02)
 
 
 def test_one_more_axis_at_rest_adds_one_more_share_of_the_weights(
@@ -364,7 +379,7 @@ def test_published_shapes_need_what_the_model_says(name, kind, tokens, target, c
     config = llama_sizes.SIZES[name]
     segments, settings = kinds(config.num_layers)[kind]
     compiled = compile_plan(
-        config, segments, tokens=tokens, target=compile_only.TARGETS[target], **settings
+        config, segments, tokens=tokens, target=TARGETS[target], **settings
     )
     got, want = compiled.forecast, compiled.allocated
     ratio = got.total_bytes / want.total

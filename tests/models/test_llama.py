@@ -10,7 +10,8 @@ import pytest
 from models import llama, llama_configs, llama_hf_names
 from mtuner_jax.checkpoints import hf_import, safetensors_files
 from mtuner_jax.devices import meshes
-from mtuner_jax.ops import lora_linear, tapes
+from mtuner_jax.ops import tapes
+from mtuner_jax.ops.low_rank.operands import LayerAdapters
 from mtuner_jax.planning import plans
 from mtuner_jax.protocols.states import Batch
 from mtuner_jax.weights import layouts
@@ -65,7 +66,7 @@ def logits_of(model, weights, rows):
     context = model.context(rows)
 
     def body(x_BTD, layer_weights):
-        adapters = lora_linear.LayerAdapters({})
+        adapters = LayerAdapters({})
         tape = tapes.Tape()
         x_BTD = model.layer(layer_weights, adapters, x_BTD, context=context, tape=tape)
         return x_BTD, None

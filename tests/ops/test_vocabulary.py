@@ -6,7 +6,9 @@ from jax.sharding import PartitionSpec as P
 
 from mtuner_jax.devices import meshes
 from mtuner_jax.numbers import chunking
-from mtuner_jax.ops import losses, vocabulary
+from mtuner_jax.ops import vocabulary
+from mtuner_jax.ops.cross_entropy import reference
+from mtuner_jax.ops.cross_entropy.operands import Tokens
 from tests import comparing
 
 VOCAB, PADDED, WIDTH = 37, 40, 6
@@ -73,7 +75,10 @@ def split_loss(mesh, vocab_size=VOCAB):
 
     def run(x_SD, shard_VD, targets_S, weights_S):
         loss, dx_SD = vocabulary.value_and_grad(
-            x_SD, shard_VD, targets_S, weights_S, axes=axes, vocab_size=vocab_size
+            Tokens(x_SD, targets_S, weights_S),
+            shard_VD,
+            axes=axes,
+            vocab_size=vocab_size,
         )
         return loss[None], dx_SD
 
@@ -88,8 +93,8 @@ def split_loss(mesh, vocab_size=VOCAB):
 
 
 def unsplit_loss(mesh, x_SD, table_VD, targets_S, weights_S):
-    """The same from `losses.cross_entropy`, device after device."""
-    run = jax.jit(jax.value_and_grad(losses.cross_entropy))
+    """The same from `reference.cross_entropy`, device after device."""
+    run = jax.jit(jax.value_and_grad(reference.cross_entropy))
     results = [
         run(x_SD, table_VD, targets_S, weights_S)
         for x_SD, targets_S, weights_S in zip(

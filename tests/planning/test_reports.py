@@ -6,11 +6,14 @@ import pytest
 from mtuner_jax.hardware import machines
 from mtuner_jax.planning import plans, reports
 from mtuner_jax.planning.costs import forecasts, timelines
-from mtuner_jax.planning.searching import static_plans
+from mtuner_jax.planning.searching import limits, search, static_plans
 from tests import small_plans
 
 GIB = 2**30
 MESH, WORKLOAD = small_plans.PLAN.mesh_sizes, small_plans.WORKLOAD
+FOUND = search.fastest(
+    WORKLOAD, small_plans.MACHINE, mesh_sizes=MESH, budget_bytes=2 * GIB
+)
 
 
 def static_plan(name="fsdp"):
@@ -52,7 +55,7 @@ def test_columns_are_aligned():
 
 
 def test_text_tells_segments_seconds_bytes_and_budget():
-    made = report(binds="link-bound", reason="the link is slow")
+    made = report(found=FOUND)
     text = reports.text(made)
     assert plans.table(made.plan) in text
     assert f"{made.timeline.tokens_per_s:,.0f} tokens/s" in text
@@ -61,7 +64,9 @@ def test_text_tells_segments_seconds_bytes_and_budget():
     assert f"budget {made.budget_bytes / GIB:.2f}".split() in [
         line.split() for line in text.split("\n")
     ]
-    assert "link-bound: the link is slow" in text
+    limit = limits.find(FOUND)
+    assert f"{limit.binds}: {limit.reason}" in text
+    assert f"{FOUND.num_scored:,} plans compared" in text
     assert "static setting" not in text
 
 
@@ -88,12 +93,12 @@ def test_only_what_rests_on_assumed_figures_is_marked():
     ("factors", "text"),
     [
         ((1.5, 1.25), "gain 1.25x over setting1 ("),
-        ((1.001,), "gain 1.00x: compute-bound, nothing to be won over setting0"),
+        ((1.001,), "gain 1.00x: link-bound, nothing to be won over setting0"),
         ((0.8, 2.0), "gain 0.80x: slower than setting0 ("),
     ],
 )
 def test_gain_is_measured_against_the_fastest_static_setting(factors, text):
-    made = report(binds="compute-bound")
+    made = report(found=FOUND)
     made = dataclasses.replace(made, statics=statics(made, *factors))
     assert reports.gain(made).startswith(text)
     assert made.gain == pytest.approx(min(factors))

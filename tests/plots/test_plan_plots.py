@@ -4,11 +4,12 @@ import struct
 import numpy as np
 import pytest
 
+from models import llama_family
 from mtuner_jax.devices import meshes
 from mtuner_jax.planning.costs import forecasts, timelines
 from mtuner_jax.planning.plans import Saved
 from mtuner_jax.plots import plan_pictures, plan_plots
-from scripts import planning_inputs
+from mtuner_jax.runs import opening, pricing, requests
 from tests.small_plans import PLAN, PLAYED, WORKLOAD
 
 DOCUMENTED = (
@@ -46,9 +47,9 @@ def test_the_title_says_what_it_is_and_that_it_is_predicted():
 
 def test_the_documented_plan_shows_all_four_actions(tmp_path):
     """As docs/elastic.md draws and explains it."""
-    inputs = planning_inputs.make(
-        planning_inputs.shape("llama2-13b"),
-        planning_inputs.Request(
+    inputs = requests.make(
+        opening.shape(llama_family.FAMILY, "llama2-13b"),
+        requests.StepRequest(
             name="llama2-13b",
             mesh=meshes.PRESETS["pcie8"],
             global_batch_size=64,
@@ -56,9 +57,7 @@ def test_the_documented_plan_shows_all_four_actions(tmp_path):
             memory_budget=20.0,
         ),
     )
-    plan = planning_inputs.read_plan(
-        str(DOCUMENTED), inputs.workload, inputs.mesh_sizes
-    )
+    plan = pricing.read_plan(str(DOCUMENTED), inputs.workload, inputs.mesh_sizes)
     played = timelines.replay(plan, inputs.workload, inputs.hardware)
     shown = plan_pictures.picture(plan, played)
     allocated = forecasts.forecast(plan, inputs.workload).total_bytes

@@ -6,12 +6,14 @@ import re
 import jax
 import pytest
 
-from models import llama_configs, llama_sizes
+from models import llama_configs, llama_family
 from mtuner_jax.configs import LoraConfig
 from mtuner_jax.devices import meshes
+from mtuner_jax.hardware import machines
 from mtuner_jax.inspection import compile_only
 from mtuner_jax.planning import plans
-from scripts import plan, planning_inputs
+from mtuner_jax.runs import plan_only, requests
+from scripts import plan
 
 TINY = llama_configs.LlamaConfig(
     vocab_size=2048,
@@ -45,7 +47,7 @@ def request(**changes):
         "global_batch_size": 16,
         "max_length": 512,
     }
-    return planning_inputs.Request(**{**settings, **changes})
+    return requests.StepRequest(**{**settings, **changes})
 
 
 def static_file(path, **changes):
@@ -178,8 +180,8 @@ def test_a_plan_above_the_budget_is_priced_and_said_not_to_fit(tmp_path, capsys)
 
 
 def test_inputs_are_those_of_the_request():
-    inputs = planning_inputs.make(
-        llama_sizes.SIZES["llama2-7b"],
+    inputs = requests.make(
+        llama_family.FAMILY.named()["llama2-7b"],
         request(
             lora=LoraConfig(r=4, lora_dropout=0.1, target_modules=("q_proj",)),
             memory_budget=1.5,
@@ -190,17 +192,21 @@ def test_inputs_are_those_of_the_request():
     assert inputs.budget_bytes == 3 * 2**29
     assert inputs.hardware.pool_fraction == 0.5
     assert inputs.workload.num_adapter_weights == 32 * 4 * 2 * 4096
-    assert (inputs.workload.dropout, inputs.workload.cudnn_attention) == (True, False)
-    one = planning_inputs.make(TINY, request(mesh=meshes.parse("1")))
+    assert (inputs.workload.dropout, inputs.workload.attention) == (True, "xla")
+    one = requests.make(llama_family.LlamaShape(TINY), request(mesh=meshes.parse("1")))
     assert one.mesh_sizes == (1,)
     assert one.budget_bytes == one.hardware.budget_bytes
 
 
-def test_a_card_that_cannot_be_compiled_for_names_those_that_can(folder, capsys):
-    flags = ("--mesh", "rtx4090x8", "--verify")
+def test_a_card_that_cannot_be_compiled_for_names_those_that_can(
+    folder, tmp_path, capsys
+):
+    unknown = dataclasses.replace(machines.preset("pcie8"), device="NVIDIA B9")
+    machines.write(tmp_path / "b9.json", unknown)
+    flags = ("--mesh", "2x2x2", "--hardware", tmp_path / "b9.json", "--verify")
     assert run("--model", folder, *flags) == 2
     error = capsys.readouterr().err
-    assert re.search(r"no compile-only target for .*RTX 4090; .* NVIDIA A100", error)
+    assert re.search(r"no compile-only target for NVIDIA B9; .* NVIDIA A100", error)
 
 
 @pytest.mark.aot
@@ -231,5 +237,5 @@ def test_settings_say_what_they_are(capsys):
     with pytest.raises(SystemExit):
         run("--help")
     text = capsys.readouterr().out
-    for field in dataclasses.fields(plan.PlanConfig):
+    for field in dataclasses.fields(plan_only.PlanConfig):
         assert f"--{field.name}" in text

@@ -42,7 +42,7 @@ def test_one_run_gets_its_plot_and_two_are_compared(tmp_path):
 
 def test_a_folder_without_losses_is_an_error(tmp_path):
     done = plot(tmp_path, cwd=tmp_path)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "metrics.jsonl holds no losses" in done.stderr
 
 
@@ -54,5 +54,5 @@ def test_a_runs_plan_is_drawn_into_its_folder(tmp_path, capsys):
     (run / "timeline.json").write_text(timelines.to_json(PLAYED))
     assert script.main([str(run), "--microbatch", "1"]) == 0
     assert (run / "plan.png").exists()
-    assert script.main([str(run), "--microbatch", "7"]) == 1
+    assert script.main([str(run), "--microbatch", "7"]) == 2
     assert "microbatch=7: the plan has 2" in capsys.readouterr().err

@@ -15,7 +15,10 @@ from mtuner_jax.adapters import lora
 from mtuner_jax.engines.elastic import passes, step_specs
 from mtuner_jax.engines.elastic.segment_weights import Backwards, Segment
 from mtuner_jax.engines.elastic.step_specs import StepSpec
-from mtuner_jax.ops import arenas, dropout, elastic, lora_linear, losses, vocabulary
+from mtuner_jax.ops import arenas, dropout, elastic, vocabulary
+from mtuner_jax.ops.cross_entropy import api as cross_entropy
+from mtuner_jax.ops.cross_entropy.operands import TokenLoss, Tokens
+from mtuner_jax.ops.low_rank.operands import Dropout
 from mtuner_jax.planning.costs.arena_layouts import ArenaLayout
 from mtuner_jax.planning.plans import Table
 from mtuner_jax.protocols.states import Batch, Params
@@ -31,7 +34,7 @@ class Sums(NamedTuple):
     """
 
     grads: Params
-    total: losses.TokenLoss
+    total: TokenLoss
     arenas: dict[str, jax.Array]
 
 
@@ -65,7 +68,7 @@ class TailSums(NamedTuple):
     """What the parts of a microbatch in the tail add to; see `Sums`."""
 
     grads: Params
-    total: losses.TokenLoss
+    total: TokenLoss
     arena: jax.Array
 
 
@@ -103,9 +106,7 @@ def add(spec: StepSpec, inputs: Inputs, sums: Sums, batch: Batch[jax.Array]) -> 
     return Sums(state.grads, carry.total, {"main": state.arena, "tail": carry.arena})
 
 
-def evaluate(
-    spec: StepSpec, inputs: Inputs, batch: Batch[jax.Array]
-) -> losses.TokenLoss:
+def evaluate(spec: StepSpec, inputs: Inputs, batch: Batch[jax.Array]) -> TokenLoss:
     """Loss sums of a microbatch, forward only; nothing is kept."""
     run = _run(spec, inputs, batch)
     length = batch.input_ids.shape[-1]
@@ -117,7 +118,7 @@ def evaluate(
     loss, _ = _token_losses(
         spec, _head_table(spec, inputs.weights), normed_BTD, batch, with_grad=False
     )
-    return losses.TokenLoss(loss, jnp.sum(batch.weights).astype(loss.dtype))
+    return TokenLoss(loss, jnp.sum(batch.weights).astype(loss.dtype))
 
 
 def fill_arena(
@@ -160,7 +161,7 @@ def _tail_chunk(
     state = Backwards(dx_BTD, arena, carry.grads)
     state = passes.backward(run, tail.segments, kept, state)
     tokens = jnp.sum(rows.batch.weights).astype(loss.dtype)
-    total = losses.TokenLoss(carry.total.loss + loss, carry.total.tokens + tokens)
+    total = TokenLoss(carry.total.loss + loss, carry.total.tokens + tokens)
     return TailSums(state.grads, total, state.arena), state.dx_BTD
 
 
@@ -169,7 +170,7 @@ def _run(spec: StepSpec, inputs: Inputs, batch: Batch[jax.Array]) -> passes.Run:
     if inputs.step is not None and spec.dropout_rate > 0.0:
         key = dropout.fold_in(dropout.key(spec.seed), inputs.step)
         places = dropout.Places(batch.sample_ids, batch.positions)
-        drop = lora_linear.Dropout(key, places, spec.dropout_rate)
+        drop = Dropout(key, places, spec.dropout_rate)
     return passes.Run(
         model=spec.model,
         axes=spec.data_axes,
@@ -242,19 +243,17 @@ def _token_losses(
     with_grad: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
     """(loss sum, gradient to `normed_BTD` or None)."""
-    x_SD = normed_BTD.reshape(-1, normed_BTD.shape[-1])
-    targets_S, weights_S = batch.targets.reshape(-1), batch.weights.reshape(-1)
+    tokens = Tokens(
+        normed_BTD.reshape(-1, normed_BTD.shape[-1]),
+        batch.targets.reshape(-1),
+        batch.weights.reshape(-1),
+    )
     if spec.plan.head is Table.SPLIT:
         loss, dx_SD = vocabulary.value_and_grad(
-            x_SD,
-            table,
-            targets_S,
-            weights_S,
-            axes=spec.data_axes,
-            vocab_size=spec.model.vocab_size,
+            tokens, table, axes=spec.data_axes, vocab_size=spec.model.vocab_size
         )
     elif with_grad:
-        loss, dx_SD = losses.chunked_value_and_grad(x_SD, table, targets_S, weights_S)
+        loss, dx_SD = cross_entropy.value_and_grad(tokens, table)
     else:
-        return losses.chunked(x_SD, table, targets_S, weights_S), None
+        return cross_entropy.value(tokens, table), None
     return loss, dx_SD.reshape(normed_BTD.shape)

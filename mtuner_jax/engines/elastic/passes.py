@@ -24,7 +24,8 @@ from mtuner_jax.engines.elastic.segment_weights import (
     Layer,
     Segment,
 )
-from mtuner_jax.ops import arenas, dropout, lora_linear, ordering, tapes
+from mtuner_jax.ops import arenas, dropout, ordering, tapes
+from mtuner_jax.ops.low_rank.operands import Dropout, LayerAdapters, Lora
 from mtuner_jax.planning.plans import SAVED_TENSORS
 from mtuner_jax.protocols.decoders import Decoder
 from mtuner_jax.protocols.states import Params
@@ -47,7 +48,7 @@ class Run:
     model: Decoder
     axes: tuple[str, ...]
     context: Any
-    drop: lora_linear.Dropout | None
+    drop: Dropout | None
     adapters: Params
     scalings: dict[str, jax.Array]
 
@@ -68,7 +69,7 @@ class Run:
     ) -> jax.Array:
         """One layer on whole weights, [B, T, D] -> [B, T, D]."""
         loras = {
-            module: lora_linear.Lora(
+            module: Lora(
                 adapter["lora_a"],
                 adapter["lora_b"],
                 segment_weights.at(self.scalings[module], layer),
@@ -80,7 +81,7 @@ class Run:
             drop = drop._replace(key=dropout.fold_in(drop.key, layer))
         return self.model.layer(
             weights,
-            lora_linear.LayerAdapters(loras, drop),
+            LayerAdapters(loras, drop),
             x_BTD,
             context=self.context,
             tape=tape,

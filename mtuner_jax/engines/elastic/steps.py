@@ -20,7 +20,8 @@ from mtuner_jax.configs import ConfigError
 from mtuner_jax.devices import meshes
 from mtuner_jax.engines.elastic import microbatches, step_specs
 from mtuner_jax.engines.elastic.step_specs import StepSpec
-from mtuner_jax.ops import dropout, losses
+from mtuner_jax.ops import dropout
+from mtuner_jax.ops.cross_entropy.operands import TokenLoss
 from mtuner_jax.planning.plans import Plan
 from mtuner_jax.protocols.states import Batch, Params, StepMetrics, TrainState
 
@@ -188,17 +189,15 @@ def build_train(
 def build_eval(
     spec: StepSpec, *, compiler_options: dict[str, Any] | None = None
 ) -> Any:
-    """Builds the jitted (adapters, weights, batch) -> `losses.TokenLoss` sums."""
+    """Builds the jitted (adapters, weights, batch) -> `TokenLoss` sums."""
     axes = spec.data_axes
     adapter_specs = step_specs.adapter_specs(spec)
 
-    def local_sums(adapters: Params, weights: Params, batch: Batch) -> losses.TokenLoss:
+    def local_sums(adapters: Params, weights: Params, batch: Batch) -> TokenLoss:
         adapters = _whole(adapters, adapter_specs, axes)
         inputs = microbatches.Inputs(adapters, weights, None)
 
-        def body(
-            total: losses.TokenLoss, microbatch: Batch
-        ) -> tuple[losses.TokenLoss, None]:
+        def body(total: TokenLoss, microbatch: Batch) -> tuple[TokenLoss, None]:
             sums = microbatches.evaluate(spec, inputs, microbatch)
             return jax.tree.map(jnp.add, total, sums), None
 
@@ -223,7 +222,7 @@ def _sharded_sums(spec: StepSpec) -> Any:
 
     def local_sums(
         adapters: Params, step: jax.Array, weights: Params, batch: Batch, kept: Arenas
-    ) -> tuple[Params, losses.TokenLoss, Arenas]:
+    ) -> tuple[Params, TokenLoss, Arenas]:
         adapters = _whole(adapters, adapter_specs, axes)
         inputs = microbatches.Inputs(adapters, weights, step)
         max_length = batch.input_ids.shape[-1]
@@ -294,7 +293,7 @@ def _whole(adapters: Params, specs: Params, axes: tuple[str, ...]) -> Params:
 
 def _reduced(
     sums: microbatches.Sums, specs: Params, axes: tuple[str, ...]
-) -> tuple[Params, losses.TokenLoss]:
+) -> tuple[Params, TokenLoss]:
     """The one reduction of a step: gradients and loss over the data axes."""
 
     def reduced(leaf: jax.Array, spec: P) -> jax.Array:
@@ -306,8 +305,8 @@ def _reduced(
     return jax.tree.map(reduced, sums.grads, specs), jax.lax.psum(sums.total, axes)
 
 
-def _no_loss(spec: StepSpec) -> losses.TokenLoss:
+def _no_loss(spec: StepSpec) -> TokenLoss:
     """Zero sums, in at least float32."""
     zero = jnp.zeros((), jnp.promote_types(spec.dtype, jnp.float32))
     zero = jax.lax.pcast(zero, spec.data_axes, to="varying")
-    return losses.TokenLoss(zero, zero)
+    return TokenLoss(zero, zero)

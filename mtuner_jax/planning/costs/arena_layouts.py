@@ -9,9 +9,12 @@ i - 1 is written after input i was read.
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
 
 WIDTH = 65536
-_SMALL_WIDTH = 64
+EMPTY_ELEMENTS = 64  # of an arena that has nothing in it, and of its small rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,25 +54,66 @@ def layout(input_sizes: Sequence[int], copy_sizes: Sequence[int]) -> ArenaLayout
       input_sizes: Elements of each layer's input, 0 for none.
       copy_sizes: Elements of each layer's copy, 0 for none.
     """
-    largest = max([*input_sizes, *copy_sizes, 1])
-    width = WIDTH if largest >= 2**20 else _SMALL_WIDTH
+    width = row_width(max([*input_sizes, *copy_sizes, 1]))
     input_rows = tuple(-(-size // width) for size in input_sizes)
     copy_rows = tuple(-(-size // width) for size in copy_sizes)
-    inputs = _sums(input_rows)
-    copies = _sums(copy_rows)
-    shift = max(
-        [inputs[i + 1] - copies[i] for i, size in enumerate(copy_rows) if size],
-        default=0,
+    needed = rows_needed(
+        [Rows(*rows, 1) for rows in zip(input_rows, copy_rows, strict=True)]
     )
-    shift = max(shift, 0)
+    copies = _sums(copy_rows)
+    shift = int(max(needed[1:], default=0)) - copies[-1] if copies[-1] else 0
     return ArenaLayout(
         width=width,
-        rows=max(shift + copies[-1] if copies[-1] else 0, inputs[-1], 1),
+        rows=int(max(1, *needed)),
         input_rows=input_rows,
         copy_rows=copy_rows,
-        input_starts=tuple(inputs[:-1]),
+        input_starts=tuple(_sums(input_rows)[:-1]),
         copy_starts=tuple(shift + start for start in copies[:-1]),
     )
+
+
+def row_width(largest: int) -> int:
+    """Elements of a row in an arena whose largest input or copy has so many."""
+    return WIDTH if largest >= 2**20 else EMPTY_ELEMENTS
+
+
+class Rows(NamedTuple):
+    """Equal layers in a row, in an arena: numbers, or arrays that broadcast.
+
+    Attributes:
+      input_rows: Rows of a layer's input; 0 for none.
+      copy_rows: Rows of a layer's copy; 0 for none.
+      count: How many layers.
+    """
+
+    input_rows: Any
+    copy_rows: Any
+    count: Any
+
+
+def rows_needed(segments: Sequence[Rows]) -> list[Any]:
+    """Rows that an arena must have at least, for several reasons; the most counts.
+
+    Inputs must fit. And before a layer's backward step its own input and all inputs
+    before it are live while its copy is written, with those behind it: this grows or
+    shrinks steadily over equal layers, so it is asked of the first and of the last
+    layer of each segment. All of them are linear in the counts.
+
+    Returns:
+      The rows of all inputs; then, of each segment, those up to its first and up to
+      its last layer's copy, 0 where it has no copies.
+    """
+    inputs = sum(one.input_rows * one.count for one in segments)
+    left = sum(one.copy_rows * one.count for one in segments)
+    needed, before = [inputs], 0
+    for one in segments:
+        at_first = before + one.input_rows + left
+        before = before + one.input_rows * one.count
+        left = left - one.copy_rows * one.count
+        at_last = before + one.copy_rows + left
+        has_copy = np.asarray(one.copy_rows) > 0
+        needed += [np.where(has_copy, rows, 0) for rows in (at_first, at_last)]
+    return needed
 
 
 def _sums(sizes: Sequence[int]) -> list[int]:

@@ -1,6 +1,6 @@
 """Seconds of a step's parts on a machine: layers, vocabulary tables, the update.
 
-A layer costs its kernels (`kernel_times`) and the copies that a plan asks for. A
+A layer costs its kernels (`kernels`) and the copies that a plan asks for. A
 gather costs a latency and the bytes that a device receives over the slowest
 axis in it. How parts add up to a step is said by `passes`.
 
@@ -10,15 +10,22 @@ Letters: T tokens in a row, S tokens at once, D model, F feed-forward, V vocabul
 import dataclasses
 import functools
 import itertools
-import math
-from collections.abc import Sequence
 
 from mtuner_jax.configs import ConfigError
 from mtuner_jax.hardware.machines import Hardware, Link
 from mtuner_jax.numbers import chunking
+from mtuner_jax.planning import sites
+from mtuner_jax.planning.axes import Axes
 from mtuner_jax.planning.costs import forecasts, kernels
-from mtuner_jax.planning.costs.forecasts import LayerBytes, StepChoices
-from mtuner_jax.planning.plans import AdapterState, Saved, SegmentPlan, Table
+from mtuner_jax.planning.costs.forecasts import LayerBytes
+from mtuner_jax.planning.plans import (
+    AdapterState,
+    Saved,
+    SegmentPlan,
+    StepChoices,
+    Table,
+)
+from mtuner_jax.planning.sites import Site
 from mtuner_jax.planning.workloads import Workload
 
 _LOGIT_BYTES = 20  # moved for each logit, forward and backward
@@ -33,7 +40,7 @@ class Collective:
     Attributes:
       kind: What it moves, such as `weights`.
       axes: Mesh axes from the first to before the second; equal ones for the host.
-      received_bytes: That a device receives.
+      received_bytes: Bytes that a device receives.
       seconds: If nothing else uses the link.
     """
 
@@ -48,7 +55,7 @@ class Phase:
     """Computation, and what has to be received for it.
 
     Attributes:
-      compute_s: Of the computation.
+      compute_s: Seconds of the computation.
       collectives: Before it, one after the other.
       carry_s: Copies that wait for both: what is gathered ahead moves through the
         loop.
@@ -83,6 +90,10 @@ class LayerTimes:
     forward: Phase
     backward: Phase
 
+    def phase(self, *, backward: bool) -> Phase:
+        """The one of a direction."""
+        return self.backward if backward else self.forward
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepTimes:
@@ -114,57 +125,67 @@ class StepTimes:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where a layer runs; what its treatments share is computed once.
+class Clock:
+    """Times layers at a site; what its treatments share is computed once.
 
     Attributes:
-      workload: Sizes.
-      hardware: The machine.
-      mesh_sizes: Devices along each mesh axis, slowest link first.
-      rows: Rows of a device that run at once there: the microbatch, in the tail the
-        microbatch over the chunks.
-      merge_gathers: Whether one collective gathers a layer.
+      site: Where and what runs.
+      hardware: The machine; its links those of the mesh's axes.
     """
 
-    workload: Workload
+    site: Site
     hardware: Hardware
-    mesh_sizes: tuple[int, ...]
-    rows: int
-    merge_gathers: bool
 
-    def memory(self, segment: SegmentPlan) -> LayerBytes:
-        """Bytes of one layer of a segment."""
-        return forecasts.layer_bytes(
-            self.workload,
-            segment,
-            mesh_sizes=self.mesh_sizes,
-            rows=self.rows,
-            merge_gathers=self.merge_gathers,
-        )
+    def layer(self, segment: SegmentPlan, memory: LayerBytes) -> LayerTimes:
+        """Seconds of one layer of a segment.
+
+        Args:
+          segment: Its treatment.
+          memory: What `forecasts.layer_bytes` says of it.
+        """
+        copied = memory.saved + memory.layer_input + memory.fwd_copy + memory.bwd_copy
+        copied_s = 2 * copied / self.hardware.memory_bytes_per_s
+        carried = 2 * self.site.workload.layer_weight_bytes if segment.prefetch else 0
+        keeps = segment.bwd_keep_axes, segment.fwd_keep_axes
+        phases = []
+        for kernels_s, held, stop in zip(
+            self._kernels_s[segment.saved], keeps, reversed(keeps), strict=True
+        ):
+            stages = _stages(held, stop, self.site.axes.whole)
+            gathers = tuple(self._gathers[s] for s in stages if s in self._gathers)
+            carry_s = carried / self.hardware.memory_bytes_per_s if gathers else 0.0
+            phases.append(
+                Phase(
+                    compute_s=kernels_s + copied_s,
+                    collectives=gathers,
+                    carry_s=carry_s,
+                    host=self._to_host(memory.host) if memory.host else None,
+                )
+            )
+        return LayerTimes(forward=phases[0], backward=phases[1])
 
     @functools.cached_property
-    def kernels_s(self) -> dict[Saved, tuple[float, float]]:
+    def _kernels_s(self) -> dict[Saved, tuple[float, float]]:
         """(forward, backward) seconds of a layer's kernels."""
         return {
-            saved: kernels.layer(self.workload, self.hardware, saved, rows=self.rows)
-            for saved in Saved
+            saved: kernels.layer(self.site, self.hardware, saved) for saved in Saved
         }
 
     @functools.cached_property
-    def gathers(self) -> dict[tuple[int, int], Collective]:
+    def _gathers(self) -> dict[tuple[int, int], Collective]:
         """The gather of a layer from one number of axes to a larger one."""
-        stages = itertools.combinations(range(len(self.mesh_sizes) + 1), 2)
+        axes = self.site.axes
         return {
-            stage: self._gather(*stage)
-            for stage in stages
-            if math.prod(self.mesh_sizes[slice(*stage)]) > 1
+            (first, end): self._gather(first, end)
+            for first, end in itertools.combinations(range(axes.whole + 1), 2)
+            if axes.gathering(first, end) > 1
         }
 
     def _gather(self, first: int, end: int) -> Collective:
-        output = forecasts.held_bytes(self.workload, self.mesh_sizes, end)
-        received = output - output // math.prod(self.mesh_sizes[first:end])
-        over = link(self.hardware, self.mesh_sizes, first)
-        count = 1 if self.merge_gathers else len(self.workload.linears)
+        output = forecasts.held_bytes(self.site, end)
+        received = output - output // self.site.axes.gathering(first, end)
+        over = link(self.hardware, self.site.axes, first)
+        count = 1 if self.site.merge_gathers else len(self.site.workload.linears)
         return Collective(
             kind="weights",
             axes=(first, end),
@@ -172,52 +193,30 @@ class Place:
             seconds=count * over.latency_s + received / over.bytes_per_s,
         )
 
-
-def layer(place: Place, segment: SegmentPlan, memory: LayerBytes) -> LayerTimes:
-    """Seconds of one layer of a segment.
-
-    Args:
-      place: Where it runs.
-      segment: Its treatment.
-      memory: What `place.memory` says of it.
-    """
-    bytes_per_s = place.hardware.memory_bytes_per_s
-    moved = 2 * (memory.saved + memory.layer_input + memory.fwd_copy + memory.bwd_copy)
-    carried = 2 * place.workload.layer_weight_bytes if segment.prefetch else 0
-    host = _to_host(place) if segment.saved is Saved.LAYER_INPUT_ON_HOST else None
-    keeps = segment.bwd_keep_axes, segment.fwd_keep_axes
-    phases = []
-    for kernels_s, held, stop in zip(
-        place.kernels_s[segment.saved], keeps, reversed(keeps), strict=True
-    ):
-        stages = _stages(held, stop, len(place.mesh_sizes))
-        gathers = tuple(place.gathers[s] for s in stages if s in place.gathers)
-        phases.append(
-            Phase(
-                compute_s=kernels_s + moved / bytes_per_s,
-                collectives=gathers,
-                carry_s=carried / bytes_per_s if gathers else 0.0,
-                host=host,
-            )
+    def _to_host(self, moved: int) -> Collective:
+        return Collective(
+            kind="layer_input",
+            axes=(0, 0),
+            received_bytes=moved,
+            seconds=moved / self.hardware.host_bytes_per_s,
         )
-    return LayerTimes(forward=phases[0], backward=phases[1])
 
 
-def step(workload: Workload, hardware: Hardware, chosen: StepChoices) -> StepTimes:
+def step(workload: Workload, hardware: Hardware, choices: StepChoices) -> StepTimes:
     """Seconds of what is not layers."""
-    rows = chosen.microbatch // chosen.tail_chunks
     adapters = workload.num_adapter_weights
-    split = chosen.adapters is AdapterState.SHARDED
-    devices = math.prod(chosen.mesh_sizes)
-    updated = -(-adapters // devices) if split else adapters
+    split = choices.adapters is AdapterState.SHARDED
+    updated = -(-adapters // choices.num_devices) if split else adapters
     moved = updated * _UPDATE_BYTES / hardware.memory_bytes_per_s
     shared = adapters * _WIDE_BYTES
-    gathered = _over_all(hardware, chosen, "adapters", shared if split else 0)
-    reduced = _over_all(hardware, chosen, "gradients", shared * (1 if split else 2))
+    everywhere = _Everywhere(hardware=hardware, axes=choices.axes)
+    gathered = everywhere.collective("adapters", shared if split else 0)
+    reduced = everywhere.collective("gradients", shared * (1 if split else 2))
+    head = workload.table_bytes if choices.head is Table.GATHERED else 0
     return StepTimes(
-        embed=_embed(workload, hardware, chosen),
-        head=Phase(compute_s=0.0, collectives=_table(workload, hardware, chosen)),
-        loss=_loss(workload, hardware, chosen, rows=rows),
+        embed=_embed(sites.main(choices, workload), choices.embedding, everywhere),
+        head=Phase(compute_s=0.0, collectives=everywhere.collective("head", head)),
+        loss=_loss(sites.tail(choices, workload), choices.head, everywhere),
         start=Phase(compute_s=0.0, collectives=gathered),
         update=Phase(
             compute_s=moved + 4 * len(workload.linears) * hardware.kernel_s,
@@ -226,32 +225,20 @@ def step(workload: Workload, hardware: Hardware, chosen: StepChoices) -> StepTim
     )
 
 
-def link(hardware: Hardware, mesh_sizes: Sequence[int], first: int) -> Link:
+def link(hardware: Hardware, axes: Axes, first: int) -> Link:
     """The link of the first axis with several devices from axis `first` on.
 
     Raises:
       ConfigError: The hardware does not say what links that axis.
     """
     # Axes of one device have no link; `hardware.fitted` leaves them out.
-    index = sum(size > 1 for size in mesh_sizes[:first])
+    index = sum(size > 1 for size in axes.data[:first])
     if index < len(hardware.links):
         return hardware.links[index]
     raise ConfigError(
         f"hardware {hardware.name} describes {len(hardware.links)} links, mesh "
-        f"{'x'.join(map(str, mesh_sizes))} has {len(mesh_sizes)} axes; choose another "
+        f"{'x'.join(map(str, axes.data))} has {len(axes.data)} axes; choose another "
         "hardware or mesh, or calibrate on this machine"
-    )
-
-
-def _to_host(place):
-    workload = place.workload
-    features = place.rows * workload.max_length * workload.hidden_size
-    moved = features * workload.element_bytes
-    return Collective(
-        kind="layer_input",
-        axes=(0, 0),
-        received_bytes=moved,
-        seconds=moved / place.hardware.host_bytes_per_s,
     )
 
 
@@ -261,59 +248,57 @@ def _stages(held: int, stop: int, whole: int) -> list[tuple[int, int]]:
     return [(a, b) for a, b in itertools.pairwise(marks) if a < b]
 
 
-def _over_all(hardware, chosen, kind, shared_bytes):
-    """A collective over all devices in which a device receives its foreign part."""
-    devices = math.prod(chosen.mesh_sizes)
-    if devices == 1 or not shared_bytes:
-        return ()
-    received = shared_bytes - shared_bytes // devices
-    over = link(hardware, chosen.mesh_sizes, 0)
-    return (
-        Collective(
-            kind=kind,
-            axes=(0, len(chosen.mesh_sizes)),
-            received_bytes=received,
-            seconds=over.latency_s + received / over.bytes_per_s,
-        ),
-    )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Everywhere:
+    """Collectives over all devices."""
 
+    hardware: Hardware
+    axes: Axes
 
-def _embed(workload, hardware, chosen):
-    tokens = chosen.microbatch * workload.max_length
-    devices = math.prod(chosen.mesh_sizes)
-    stream_bytes = tokens * workload.hidden_size * workload.element_bytes
-    if chosen.embedding is Table.SPLIT:
-        # Each device looks all tokens up, then vectors are summed to their owners.
-        moved, collectives = (
-            4 * devices * stream_bytes,
-            _over_all(hardware, chosen, "ids", devices * tokens * _WIDE_BYTES)
-            + _over_all(hardware, chosen, "embedding", devices * stream_bytes),
+    def collective(self, kind: str, shared_bytes: int) -> tuple[Collective, ...]:
+        """One in which a device receives its foreign part; none on one device."""
+        devices = self.axes.num_devices
+        if devices == 1 or not shared_bytes:
+            return ()
+        received = shared_bytes - shared_bytes // devices
+        over = link(self.hardware, self.axes, 0)
+        return (
+            Collective(
+                kind=kind,
+                axes=(0, self.axes.whole),
+                received_bytes=received,
+                seconds=over.latency_s + received / over.bytes_per_s,
+            ),
         )
+
+
+def _embed(site: Site, table: Table, everywhere: _Everywhere) -> Phase:
+    hardware, devices = everywhere.hardware, site.axes.num_devices
+    stream_bytes = forecasts.stream_bytes(site)
+    if table is Table.SPLIT:
+        # Each device looks all tokens up, then vectors are summed to their owners.
+        moved = 4 * devices * stream_bytes
+        ids = everywhere.collective("ids", devices * site.tokens * _WIDE_BYTES)
+        collectives = ids + everywhere.collective("embedding", devices * stream_bytes)
     else:
-        gathered = chosen.embedding is Table.GATHERED
-        table = workload.table_bytes if gathered else 0
+        gathered = site.workload.table_bytes if table is Table.GATHERED else 0
         moved = 2 * stream_bytes
-        collectives = _over_all(hardware, chosen, "embedding", table)
+        collectives = everywhere.collective("embedding", gathered)
     return Phase(
         compute_s=moved / hardware.memory_bytes_per_s + 4 * hardware.kernel_s,
         collectives=collectives,
     )
 
 
-def _table(workload, hardware, chosen):
-    gathered = chosen.head is Table.GATHERED
-    return _over_all(hardware, chosen, "head", workload.table_bytes if gathered else 0)
-
-
-def _loss(workload, hardware, chosen, *, rows):
-    tokens = rows * workload.max_length
-    devices = math.prod(chosen.mesh_sizes)
-    split = chosen.head is Table.SPLIT
+def _loss(site: Site, head: Table, everywhere: _Everywhere) -> Phase:
+    workload, hardware, tokens = site.workload, everywhere.hardware, site.tokens
+    devices = site.axes.num_devices
+    split = head is Table.SPLIT
     table_rows = -(-workload.vocab_size // (devices if split else 1))
     size = chunking.loss_tokens(tokens, table_rows)
     at_once = size * devices if split else size
     logits = tokens * workload.vocab_size
-    stream_bytes = tokens * workload.hidden_size * workload.element_bytes
+    stream_bytes = forecasts.stream_bytes(site)
     compute_s = (
         4 * logits * workload.hidden_size / kernels.matmul_rate(hardware, at_once)
         + (logits * _LOGIT_BYTES + 10 * stream_bytes) / hardware.memory_bytes_per_s
@@ -321,11 +306,11 @@ def _loss(workload, hardware, chosen, *, rows):
     )
     if not split:
         return Phase(compute_s=compute_s)
+    # Ids and losses; vectors to all and their gradients back; maxima, sums, targets.
+    vectors = 2 * devices * stream_bytes * size // tokens
     one = (
-        _over_all(hardware, chosen, "head", size * devices * 2 * _WIDE_BYTES)
-        + _over_all(
-            hardware, chosen, "head", 2 * devices * stream_bytes * size // tokens
-        )
-        + 3 * _over_all(hardware, chosen, "head", 2 * size * devices * _WIDE_BYTES)
+        everywhere.collective("head", size * devices * 2 * _WIDE_BYTES)
+        + everywhere.collective("head", vectors)
+        + 3 * everywhere.collective("head", 2 * size * devices * _WIDE_BYTES)
     )
     return Phase(compute_s=compute_s, collectives=(tokens // size) * one)

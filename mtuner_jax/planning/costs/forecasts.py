@@ -11,22 +11,27 @@ count as transient there: to leave them in the sum is an upper bound.
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
+from mtuner_jax.numbers import chunking
+from mtuner_jax.planning import sites
 from mtuner_jax.planning.costs import arena_layouts, transients
 from mtuner_jax.planning.plans import (
+    ON_HOST,
     SAVED_TENSORS,
     AdapterState,
     Plan,
     Saved,
     SegmentPlan,
+    StepChoices,
     Table,
 )
+from mtuner_jax.planning.sites import Site
 from mtuner_jax.planning.workloads import Workload
 
 _WIDE_BYTES = 4  # adapters, moments, gradients, statistics, ids: 32 bits
-_POINTER_BYTES = 8
+POINTER_BYTES = 8  # of a result
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +42,7 @@ class LayerBytes:
       rest: Its weights between steps: the split ones at their ratio, the others whole.
       saved: Tensors stacked from its forward to its backward pass, without its input.
       layer_input: In the arena; 0 where it waits on the host.
+      host: In pinned host memory from its forward to its backward pass.
       fwd_copy: Kept from forward to backward; 0 where nothing is.
       bwd_copy: Kept in the arena; 0 where nothing is.
       transient: Most that lives only while this layer runs, forward or backward.
@@ -45,22 +51,10 @@ class LayerBytes:
     rest: int
     saved: int
     layer_input: int
+    host: int
     fwd_copy: int
     bwd_copy: int
     transient: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepChoices:
-    """A plan without its segments; see `plans.Plan` for the fields."""
-
-    mesh_sizes: tuple[int, ...]
-    microbatch: int
-    accumulation: int
-    tail_chunks: int = 1
-    embedding: Table = Table.GATHERED
-    head: Table = Table.GATHERED
-    adapters: AdapterState = AdapterState.REPLICATED
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,80 +145,70 @@ class Forecast:
         return self.arguments_bytes + self.outputs + self.temporaries_bytes
 
 
-def choices(plan: Plan) -> StepChoices:
-    """What of a plan `static_bytes` depends on."""
-    return StepChoices(
-        mesh_sizes=plan.mesh_sizes,
-        microbatch=plan.microbatch,
-        accumulation=plan.accumulation,
-        tail_chunks=plan.tail_chunks,
-        embedding=plan.embedding,
-        head=plan.head,
-        adapters=plan.adapters,
-    )
-
-
-def layer_bytes(
-    workload: Workload,
-    segment: SegmentPlan,
-    *,
-    mesh_sizes: Sequence[int],
-    rows: int,
-    merge_gathers: bool,
-) -> LayerBytes:
-    """One layer of a segment.
-
-    Args:
-      workload: Sizes.
-      segment: Its treatment.
-      mesh_sizes: Devices along each mesh axis, slowest link first.
-      rows: Rows of a device that run at once there: the microbatch, in the tail the
-        microbatch over the chunks.
-      merge_gathers: Whether one collective gathers a layer.
-    """
-    rest = held_bytes(workload, mesh_sizes, segment.rest_axes)
-    copies = [
-        held_bytes(workload, mesh_sizes, axes) if axes > segment.rest_axes else 0
+def layer_bytes(site: Site, segment: SegmentPlan) -> LayerBytes:
+    """What one layer of a segment takes at a site."""
+    workload = site.workload
+    fwd_copy, bwd_copy = (
+        held_bytes(site, axes) if axes > segment.rest_axes else 0
         for axes in (segment.fwd_keep_axes, segment.bwd_keep_axes)
-    ]
-    on_host = segment.saved is Saved.LAYER_INPUT_ON_HOST
+    )
+    on_host = ON_HOST.get(segment.saved, ())
+    replicated = workload.replicated_layer_weights * workload.weight_bytes
     return LayerBytes(
-        rest=rest + workload.replicated_layer_weights * workload.element_bytes,
-        saved=saved_bytes(workload, segment.saved, rows=rows),
-        layer_input=0 if on_host else stream_bytes(workload, rows=rows),
-        fwd_copy=copies[0],
-        bwd_copy=copies[1],
-        transient=transients.layer(
-            workload,
-            segment,
-            mesh_sizes=mesh_sizes,
-            rows=rows,
-            merge_gathers=merge_gathers,
-        ),
+        rest=held_bytes(site, segment.rest_axes) + replicated,
+        saved=saved_bytes(site, segment.saved),
+        layer_input=0 if "layer_input" in on_host else stream_bytes(site),
+        host=layer_host_bytes(site, segment.saved),
+        fwd_copy=fwd_copy,
+        bwd_copy=bwd_copy,
+        transient=transients.layer(site, segment),
     )
 
 
 def host_bytes(plan: Plan, workload: Workload) -> int:
-    """Pinned host memory of a device: layer inputs that wait there."""
+    """Pinned host memory of a device: what of all layers waits there."""
     return sum(
-        segment.num_layers * stream_bytes(workload, rows=_rows(plan, index))
-        for index, segment in enumerate(plan.segments)
-        if segment.saved is Saved.LAYER_INPUT_ON_HOST
+        segment.num_layers * layer_host_bytes(site, segment.saved)
+        for segment, site in zip(
+            plan.segments, sites.of_segments(plan, workload), strict=True
+        )
     )
 
 
-def stream_bytes(workload: Workload, *, rows: int) -> int:
+def layer_host_bytes(site: Site, saved: Saved) -> int:
+    """Bytes of a layer that wait in pinned host memory."""
+    return _kept_bytes(site, ON_HOST.get(saved, ()))
+
+
+def stream_bytes(site: Site) -> int:
     """Bytes of a layer's input."""
-    return rows * workload.max_length * workload.hidden_size * workload.element_bytes
+    workload = site.workload
+    return site.tokens * workload.hidden_size * workload.activation_bytes
 
 
-def held_bytes(workload: Workload, mesh_sizes: Sequence[int], axes: int) -> int:
-    """Bytes of a layer's split weights when held over the `axes` slowest axes."""
-    return -(-workload.layer_weight_bytes // math.prod(mesh_sizes[axes:]))
+def held_bytes(site: Site, axes: int) -> int:
+    """Bytes of a layer's split weights on a device when held over `axes` axes.
+
+    A linear's input rows are padded to a multiple of all devices, so that it can be
+    held at every ratio.
+    """
+    workload, devices = site.workload, site.axes.num_devices
+    weights = sum(
+        chunking.padded(linear.in_dim, devices) * linear.out_dim
+        for linear in workload.linears
+    )
+    return weights * workload.weight_bytes // site.axes.sharing(axes)
 
 
-def saved_bytes(workload: Workload, saved: Saved, *, rows: int) -> int:
+def saved_bytes(site: Site, saved: Saved) -> int:
     """Bytes that a layer stacks for its backward pass, without its input."""
+    on_host = ON_HOST.get(saved, ())
+    return _kept_bytes(site, [n for n in SAVED_TENSORS[saved] if n not in on_host])
+
+
+def _kept_bytes(site: Site, names: Sequence[str]) -> int:
+    """Bytes of some tensors of a layer."""
+    workload = site.workload
     query = workload.num_heads * workload.head_dim
     key = workload.num_kv_heads * workload.head_dim
     widths = {
@@ -236,74 +220,73 @@ def saved_bytes(workload: Workload, saved: Saved, *, rows: int) -> int:
         "up": workload.intermediate_size,
         "hidden": workload.intermediate_size,
     }
-    names = SAVED_TENSORS[saved]
     features = sum(widths.get(name, workload.hidden_size) for name in names)
     statistics = workload.num_heads * _WIDE_BYTES if "attention" in names else 0
-    tokens = rows * workload.max_length
-    return tokens * (features * workload.element_bytes + statistics)
+    return site.tokens * (features * workload.activation_bytes + statistics)
 
 
-def static_bytes(workload: Workload, step: StepChoices) -> Static:
+def static_bytes(workload: Workload, choices: StepChoices) -> Static:
     """What a step takes whatever its segments are."""
-    devices = math.prod(step.mesh_sizes)
+    devices = choices.num_devices
     adapters = workload.num_adapter_weights * _WIDE_BYTES
-    sharded = step.adapters is AdapterState.SHARDED and devices > 1
-    adapted = sum(linear.rank > 0 for linear in workload.linears)
-    results = 3 * (2 * adapted + 1) + 3  # adapters, moments, counters; metrics
-    tokens = step.microbatch * workload.max_length
-    stream = stream_bytes(workload, rows=step.microbatch)
-    gathered = transients.gathered_bytes(workload, step.head, devices=devices)
-    boundary = 2 * stream + gathered if step.tail_chunks > 1 else 0
+    sharded = choices.adapters is AdapterState.SHARDED and devices > 1
+    results = 3 * (2 * len(workload.adapted) + 1) + 3  # adapters, moments, counters
+    tokens = choices.microbatch * workload.max_length
+    stream = stream_bytes(sites.main(choices, workload))
+    gathered = transients.gathered_bytes(workload, choices.head, devices=devices)
     return Static(
-        tables=_table_bytes(workload, step),
+        tables=_table_bytes(workload, choices),
         adapters=3 * -(-adapters // (devices if sharded else 1)) + 3 * _WIDE_BYTES,
-        batch=step.accumulation
+        batch=choices.accumulation
         * tokens
         * _WIDE_BYTES
         * (6 if workload.dropout else 5),  # jit drops fields that are not used
-        outputs=results * _POINTER_BYTES + 3 * _WIDE_BYTES,
+        outputs=results * POINTER_BYTES + 3 * _WIDE_BYTES,  # and the metrics
         gradients=(2 if sharded else 1) * adapters,
-        boundary=boundary,
-        loss_transient=_loss_transient(workload, step),
+        boundary=2 * stream + gathered if choices.tail_chunks > 1 else 0,
+        loss_transient=_loss_transient(workload, choices),
     )
 
 
-def _loss_transient(workload, step):
-    devices = math.prod(step.mesh_sizes)
-    streams = 2 * stream_bytes(workload, rows=step.microbatch)
+def _loss_transient(workload: Workload, choices: StepChoices) -> int:
+    main, chunk = sites.main(choices, workload), sites.tail(choices, workload)
+    streams = 2 * stream_bytes(main)
     embedding, head = (
-        transients.gathered_bytes(workload, table, devices=devices)
-        for table in (step.embedding, step.head)
+        transients.gathered_bytes(workload, table, devices=choices.num_devices)
+        for table in (choices.embedding, choices.head)
     )
-    rows = step.microbatch // step.tail_chunks
-    loss = transients.loss(workload, step.head, devices=devices, rows=rows)
-    if step.tail_chunks > 1:
+    loss = transients.loss(chunk, choices.head)
+    if choices.tail_chunks > 1:
         loss += streams
     if head:
-        last = transients.last_layer(workload, rows=step.microbatch)
-        loss = max(loss, head + last)
+        loss = max(loss, head + transients.last_layer(main))
     return max(loss, embedding + streams)
 
 
-def _table_bytes(workload, step):
-    devices = math.prod(step.mesh_sizes)
-    rows = -(-workload.vocab_size // devices) * devices
-    row_bytes = workload.hidden_size * workload.element_bytes
+def _table_bytes(workload: Workload, choices: StepChoices) -> int:
+    devices = choices.num_devices
+    rows = chunking.padded(workload.vocab_size, devices)
+    row_bytes = workload.hidden_size * workload.weight_bytes
     held = {
         table: row_bytes * (rows if table is Table.RESIDENT else rows // devices)
         for table in Table
     }
-    tables = held[step.embedding]
+    tables = held[choices.embedding]
     if not workload.tied_embeddings:
-        tables += held[step.head]
+        tables += held[choices.head]
     return tables + row_bytes
 
 
 def forecast(plan: Plan, workload: Workload) -> Forecast:
     """What XLA will allocate for a plan's step."""
-    static = static_bytes(workload, choices(plan))
-    layers = _layers(plan, workload)
-    kept, within, pointers = _arena_bytes(plan, workload, layers)
+    static = static_bytes(workload, plan)
+    layers = [
+        layer_bytes(site, segment)
+        for site, segment in zip(
+            sites.of_segments(plan, workload), plan.segments, strict=True
+        )
+    ]
+    arenas = _arena_bytes(plan, workload, layers)
     main = range(plan.tail_start)
 
     def over(indices: Sequence[int], field: str) -> int:
@@ -317,9 +300,9 @@ def forecast(plan: Plan, workload: Workload) -> Forecast:
         tables=static.tables,
         adapters=static.adapters,
         batch=static.batch,
-        kept_arenas=kept,
-        outputs=static.outputs + pointers,
-        step_arenas=within,
+        kept_arenas=arenas.kept,
+        outputs=static.outputs + arenas.pointers,
+        step_arenas=arenas.within,
         saved=over(main, "saved"),
         fwd_copies=over(main, "fwd_copy"),
         gradients=static.gradients,
@@ -332,38 +315,25 @@ def forecast(plan: Plan, workload: Workload) -> Forecast:
     )
 
 
-def _segment_bytes(plan, workload, layers):
-    total = 0
-    for index, (segment, layer) in enumerate(zip(plan.segments, layers, strict=True)):
-        if index:
-            total += transients.segment(workload)
-        if transients.is_unrolled(segment):
-            total += transients.unrolled(workload, rows=_rows(plan, index))
-            if segment.fwd_keep_axes == len(plan.mesh_sizes):
-                # Outside of loops, the last layer's copy is what it was gathered to.
-                total -= layer.fwd_copy
+def short_bytes(site: Site, segment: SegmentPlan, layer: LayerBytes) -> int:
+    """Bytes that a segment costs, or saves, whose loop XLA unrolls."""
+    # Outside of loops, the last layer's copy is what it was gathered to.
+    spared = layer.fwd_copy if segment.fwd_keep_axes == site.axes.whole else 0
+    return transients.unrolled(site) - spared
+
+
+def _segment_bytes(plan: Plan, workload: Workload, layers: Sequence[LayerBytes]) -> int:
+    """What segments cost beside their layers."""
+    total = (len(layers) - 1) * transients.segment(workload)
+    for site, segment, layer in zip(
+        sites.of_segments(plan, workload), plan.segments, layers, strict=True
+    ):
+        if segment.num_layers < transients.loop_layers(prefetch=segment.prefetch):
+            total += short_bytes(site, segment, layer)
     return total
 
 
-def _rows(plan, index):
-    in_tail = index >= plan.tail_start
-    return plan.microbatch // (plan.tail_chunks if in_tail else 1)
-
-
-def _layers(plan, workload):
-    return [
-        layer_bytes(
-            workload,
-            segment,
-            mesh_sizes=plan.mesh_sizes,
-            rows=_rows(plan, index),
-            merge_gathers=plan.merge_gathers,
-        )
-        for index, segment in enumerate(plan.segments)
-    ]
-
-
-def _tail_bytes(plan, static, layers):
+def _tail_bytes(plan: Plan, static: Static, layers: Sequence[LayerBytes]) -> int:
     """What is there while the tail runs and is gone when the main part goes back."""
     start = plan.tail_start
     if start == len(layers):
@@ -376,21 +346,30 @@ def _tail_bytes(plan, static, layers):
     return static.boundary + stacks + largest
 
 
-def _arena_bytes(plan, workload, layers):
+class _Arenas(NamedTuple):
     """Bytes of arenas that outlive the step, of the others, of pointers to results."""
-    size = workload.element_bytes
+
+    kept: int
+    within: int
+    pointers: int
+
+
+def _arena_bytes(
+    plan: Plan, workload: Workload, layers: Sequence[LayerBytes]
+) -> _Arenas:
+    size = workload.activation_bytes
     kept = within = pointers = 0
     for part in (range(plan.tail_start), range(plan.tail_start, len(layers))):
         inputs, copies = [], []
         for index in part:
             count, layer = plan.segments[index].num_layers, layers[index]
-            inputs += count * [layer.layer_input // size]
-            copies += count * [layer.bwd_copy // size]
+            inputs += count * [-(-layer.layer_input // size)]
+            copies += count * [-(-layer.bwd_copy // size)]
         layout = arena_layouts.layout(inputs, copies)
         bytes_of_part = layout.rows * layout.width * size
         if layout.has_copies:
             kept += bytes_of_part
-            pointers += _POINTER_BYTES
+            pointers += POINTER_BYTES
         else:
             within += bytes_of_part
-    return kept, within, pointers
+    return _Arenas(kept, within, pointers)

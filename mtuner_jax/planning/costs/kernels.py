@@ -10,7 +10,9 @@ import numpy as np
 
 from mtuner_jax.hardware.machines import Hardware
 from mtuner_jax.numbers import chunking
+from mtuner_jax.planning.costs import fitted
 from mtuner_jax.planning.plans import SAVED_TENSORS, Saved
+from mtuner_jax.planning.sites import Site
 from mtuner_jax.planning.workloads import Linear, Workload
 
 # Linears whose outputs a backward pass computes again. The last one's is never read.
@@ -22,15 +24,6 @@ _REDONE: dict[Saved, tuple[str, ...]] = {
 }
 _REDONE[Saved.LAYER_INPUT_ON_HOST] = _REDONE[Saved.LAYER_INPUT]
 
-# What a low-rank update moves, in elements for each input and output feature and
-# token. Measured on an H200 at rank 16 and four shapes: within 10 % at 4 TB/s.
-_LORA_FORWARD = (1, 4)
-_LORA_BACKWARD = (6, 2)
-# Drawing masks, in elements that take as long to move; from the same measurement.
-_DROPOUT = (6, 4)
-# Attention by XLA: bytes that take as long to move, for each score that it computes.
-_SCORE_BYTES = (20, 38)
-
 
 def matmul_rate(hardware: Hardware, tokens: int) -> float:
     """FLOP/s of products whose left operand has `tokens` rows."""
@@ -38,47 +31,57 @@ def matmul_rate(hardware: Hardware, tokens: int) -> float:
     return float(np.interp(tokens, known, rates))
 
 
-def layer(
-    workload: Workload, hardware: Hardware, saved: Saved, *, rows: int
-) -> tuple[float, float]:
+def layer(site: Site, hardware: Hardware, saved: Saved) -> tuple[float, float]:
     """Seconds of a layer's kernels, copies left out.
 
     Args:
-      workload: Sizes.
+      site: What runs: sizes and rows.
       hardware: The machine.
       saved: What the backward pass does not compute again.
-      rows: Rows of a device that run at once.
 
     Returns:
       (forward, backward).
     """
-    tokens = rows * workload.max_length
-    linears = workload.linears
+    workload = site.workload
+    linears, low_rank = workload.linears, fitted.LOW_RANK[workload.low_rank]
     redone = [linear for linear in linears if linear.name in _REDONE[saved]]
-    attention_s = _attention(workload, hardware, rows=rows)
-    features = _forward_features(workload)
+    attention_s = _attention(site, hardware)
+    drawn, drawn_back = low_rank.dropout if workload.dropout else (0, 0)
+
+    def lora(linears: Sequence[Linear], elements: tuple[int, int], masks: int) -> float:
+        """Seconds of what low-rank updates move."""
+        adapted = [linear for linear in linears if linear.rank]
+        ins = sum(linear.in_dim for linear in adapted)
+        outs = sum(linear.out_dim for linear in adapted)
+        features = elements[0] * ins + elements[1] * outs + masks * ins
+        return _moved(site, hardware, features)
+
+    def products(linears: Sequence[Linear]) -> float:
+        return _products(linears, hardware, site.tokens)
+
+    each, each_back = low_rank.kernels
     forward = (
-        _products(linears, hardware, tokens)
+        products(linears)
         + attention_s[0]
-        + _lora(workload, hardware, linears, _LORA_FORWARD, tokens)
-        + _moved(workload, hardware, features, tokens)
-        + _kernels(linears, 3, 8) * hardware.kernel_s
+        + lora(linears, low_rank.forward, drawn)
+        + _moved(site, hardware, _forward_features(workload))
+        + _kernels(linears, each, 8) * hardware.kernel_s
     )
-    features = _backward_features(workload, saved)
     backward = (
-        _products(linears, hardware, tokens)
-        + _products(redone, hardware, tokens)
+        products(linears)
+        + products(redone)
         + attention_s[1]
         + (0.0 if "attention" in SAVED_TENSORS[saved] else attention_s[0])
-        + _lora(workload, hardware, linears, _LORA_BACKWARD, tokens)
-        + _lora(workload, hardware, redone, _LORA_FORWARD, tokens)
-        + _moved(workload, hardware, features, tokens)
-        + (_kernels(linears, 6, 14) + _kernels(redone, 3, 0)) * hardware.kernel_s
+        + lora(linears, low_rank.backward, drawn_back)
+        + lora(redone, low_rank.forward, drawn)
+        + _moved(site, hardware, _backward_features(workload, saved))
+        + (_kernels(linears, each_back, 14) + _kernels(redone, each, 0))
+        * hardware.kernel_s
     )
     return forward, backward
 
 
-def _products(linears: Sequence[Linear], hardware, tokens):
+def _products(linears: Sequence[Linear], hardware: Hardware, tokens: int) -> float:
     """Seconds of frozen products, and of the low-rank ones' arithmetic."""
     weights = sum(
         linear.in_dim * linear.out_dim + linear.rank * (linear.in_dim + linear.out_dim)
@@ -87,67 +90,60 @@ def _products(linears: Sequence[Linear], hardware, tokens):
     return 2 * weights * tokens / matmul_rate(hardware, tokens)
 
 
-def _lora(workload, hardware, linears, elements, tokens):
-    """Seconds of what low-rank updates move."""
-    ins = sum(linear.in_dim for linear in linears if linear.rank)
-    outs = sum(linear.out_dim for linear in linears if linear.rank)
-    features = elements[0] * ins + elements[1] * outs
-    if workload.dropout:
-        features += _DROPOUT[elements is _LORA_BACKWARD] * ins
-    return _moved(workload, hardware, features, tokens)
+def _moved(site: Site, hardware: Hardware, features: int) -> float:
+    """Seconds in which so many elements of each token move."""
+    moved = features * site.tokens * site.workload.activation_bytes
+    return moved / hardware.memory_bytes_per_s
 
 
-def _moved(workload, hardware, features, tokens):
-    return features * tokens * workload.element_bytes / hardware.memory_bytes_per_s
-
-
-def _kernels(linears, each_adapter, others):
+def _kernels(linears: Sequence[Linear], each_adapter: int, others: int) -> int:
+    """Kernels that run: one a linear, those of adapters, others."""
     adapted = sum(linear.rank > 0 for linear in linears)
     return len(linears) + each_adapter * adapted + others
 
 
-def _attention(workload, hardware, *, rows):
-    """(forward, backward) seconds."""
+def _attention(site: Site, hardware: Hardware) -> tuple[float, float]:
+    """(forward, backward) seconds of attention."""
+    workload = site.workload
     tokens, heads = workload.max_length, workload.num_heads
-    if workload.cudnn_attention:
-        flops = 2 * rows * tokens * tokens * heads * workload.head_dim
+    costs = fitted.ATTENTION[workload.attention]
+    if costs.flops:
+        flops = costs.flops * site.rows * tokens * tokens * heads * workload.head_dim
         forward = flops / hardware.attention_flops_per_s
-        return forward, 2.5 * forward  # 2 products forward, 5 backward
+        return forward, costs.backward_ratio * forward
     blocks = len(chunking.attention_blocks(tokens))
-    scores = rows * heads * tokens * tokens * (blocks + 1) / (2 * blocks)
+    scores = site.rows * heads * tokens * tokens * (blocks + 1) / (2 * blocks)
     forward, backward = (
-        scores * size / hardware.memory_bytes_per_s for size in _SCORE_BYTES
+        scores * size / hardware.memory_bytes_per_s for size in costs.score_bytes
     )
     return forward, backward
 
 
-def _widths(workload):
-    """Features of the stream, the feed-forward part, queries and keys together."""
-    heads = workload.num_heads + workload.num_kv_heads
-    return (
-        workload.hidden_size,
-        workload.intermediate_size,
-        heads * workload.head_dim,
-    )
-
-
-def _forward_features(workload):
-    """Elements that elementwise kernels move for a token.
+def _forward_features(workload: Workload) -> int:
+    """Elements that elementwise kernels move for a token, forward.
 
     Two norms read the stream twice and write it, two residuals read it twice and write
     it, rotation reads and writes queries and keys, the gate reads two and writes
     one of the wide tensors.
     """
-    stream, wide, rotated = _widths(workload)
-    return 12 * stream + 2 * rotated + 3 * wide
+    return (
+        12 * workload.hidden_size
+        + 2 * _rotated_features(workload)
+        + 3 * workload.intermediate_size
+    )
 
 
-def _backward_features(workload, saved):
-    """Likewise for the gradient, and for what is computed again."""
-    stream, wide, rotated = _widths(workload)
-    names = SAVED_TENSORS[saved]
+def _backward_features(workload: Workload, saved: Saved) -> int:
+    """Elements that they move for the gradient, and for what is computed again."""
+    stream, wide = workload.hidden_size, workload.intermediate_size
+    rotated, names = _rotated_features(workload), SAVED_TENSORS[saved]
     features = 19 * stream + 2 * rotated + 5 * wide
     features += 0 if "mlp_input" in names else 9 * stream
     features += 0 if "query" in names else 2 * rotated
     features += 0 if "hidden" in names else 3 * wide
     return features
+
+
+def _rotated_features(workload: Workload) -> int:
+    """Features of all queries and keys."""
+    return (workload.num_heads + workload.num_kv_heads) * workload.head_dim

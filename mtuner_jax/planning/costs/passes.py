@@ -16,14 +16,12 @@ from typing import Any
 import numpy as np
 
 from mtuner_jax.hardware.machines import Hardware
-from mtuner_jax.planning.costs import durations, forecasts
-from mtuner_jax.planning.costs.durations import LayerTimes, Phase
+from mtuner_jax.planning import sites
+from mtuner_jax.planning.costs import durations, fitted, forecasts
+from mtuner_jax.planning.costs.durations import Clock, LayerTimes, Phase
 from mtuner_jax.planning.plans import Plan
 from mtuner_jax.planning.workloads import Workload
 
-# Share of a layer's computation that runs beside gathers that are not merged into
-# one; fitted to one measured step (two H200, slow link: 662 instead of 565 ms).
-_BESIDE_MANY_GATHERS = 0.8
 # What the last layer of a pass looks ahead to.
 NOTHING = Phase(compute_s=0.0)
 
@@ -83,7 +81,7 @@ class Run:
 
 def overlap(hardware: Hardware, *, merge_gathers: bool) -> Overlap:
     """What the machine and the plan say about it."""
-    share = 1.0 if merge_gathers else _BESIDE_MANY_GATHERS
+    share = 1.0 if merge_gathers else fitted.BESIDE_MANY_GATHERS
     return Overlap(slowdown=hardware.overlap_slowdown, share=share)
 
 
@@ -128,29 +126,25 @@ def segments(
     plan: Plan, workload: Workload, hardware: Hardware
 ) -> tuple[LayerTimes, ...]:
     """One layer of each segment."""
-    times = []
-    for index, segment in enumerate(plan.segments):
-        chunks = plan.tail_chunks if index >= plan.tail_start else 1
-        place = durations.Place(
-            workload=workload,
-            hardware=hardware,
-            mesh_sizes=plan.mesh_sizes,
-            rows=plan.microbatch // chunks,
-            merge_gathers=plan.merge_gathers,
+    return tuple(
+        Clock(site=site, hardware=hardware).layer(
+            segment, forecasts.layer_bytes(site, segment)
         )
-        times.append(durations.layer(place, segment, place.memory(segment)))
-    return tuple(times)
+        for site, segment in zip(
+            sites.of_segments(plan, workload), plan.segments, strict=True
+        )
+    )
 
 
 def step_s(plan: Plan, workload: Workload, hardware: Hardware) -> float:
     """Seconds of a step; `timelines.replay` arrives at the same by playing it."""
     times = segments(plan, workload, hardware)
-    fixed = durations.step(workload, hardware, forecasts.choices(plan))
+    fixed = durations.step(workload, hardware, plan)
     shared = overlap(hardware, merge_gathers=plan.merge_gathers)
     main, tail = slice(plan.tail_start), slice(plan.tail_start, None)
     passes_s = [
-        over_layers(_runs(plan, times, part, "forward"), shared)
-        + over_layers(_runs(plan, times, part, "backward"), shared, backward=True)
+        over_layers(_runs(plan, times, part, backward=False), shared)
+        + over_layers(_runs(plan, times, part, backward=True), shared, backward=True)
         for part in (main, tail)
     ]
     return fixed.once_s + plan.accumulation * (
@@ -160,13 +154,16 @@ def step_s(plan: Plan, workload: Workload, hardware: Hardware) -> float:
     )
 
 
-def _runs(plan, times, part, direction):
+def _runs(
+    plan: Plan, times: Sequence[LayerTimes], part: slice, *, backward: bool
+) -> list[Run]:
+    """Runs of a part of the segments, in the order in which they run."""
     runs = [
         Run(
-            phase=getattr(layer, direction),
+            phase=layer.phase(backward=backward),
             count=segment.num_layers,
             prefetch=segment.prefetch,
         )
         for segment, layer in zip(plan.segments[part], times[part], strict=True)
     ]
-    return runs[::-1] if direction == "backward" else runs
+    return runs[::-1] if backward else runs

@@ -7,20 +7,24 @@ filled by `fillings`.
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator
 
 import numpy as np
 
 from mtuner_jax.hardware.machines import Hardware
-from mtuner_jax.planning.costs import durations, forecasts
-from mtuner_jax.planning.costs.forecasts import StepChoices
-from mtuner_jax.planning.plans import AdapterState, Plan, SegmentPlan, Table
+from mtuner_jax.planning.axes import Axes
+from mtuner_jax.planning.costs import arena_layouts, durations, forecasts
+from mtuner_jax.planning.costs.arena_layouts import Rows
+from mtuner_jax.planning.plans import (
+    AdapterState,
+    Plan,
+    SegmentPlan,
+    StepChoices,
+    Table,
+)
+from mtuner_jax.planning.searching.allowed import EVERYTHING, Allowed
 from mtuner_jax.planning.searching.options import Options
 from mtuner_jax.planning.workloads import Workload
-
-_POINTER_BYTES = 8
-_SMALL_ROW = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,15 +33,13 @@ class Frame:
 
     Attributes:
       chosen: How the batch is cut, tables and adapters.
-      merge_gathers: Whether one collective gathers a layer.
-      static_bytes: That no layer changes, without transients.
-      floor_bytes: Transients of the loss.
+      static_bytes: Bytes that no layer changes, without transients.
+      floor_bytes: Bytes of the loss's transients.
       boundary_bytes: What is there beside the tail's layers while they run.
-      seconds: Of a step, without its layers.
+      seconds: Seconds of a step, without its layers.
     """
 
     chosen: StepChoices
-    merge_gathers: bool
     static_bytes: int
     floor_bytes: int
     boundary_bytes: int
@@ -51,40 +53,33 @@ class Frame:
         tail_layers: int = 0,
     ) -> Plan:
         """The frame with its layers."""
-        chosen = self.chosen
         return Plan(
-            mesh_sizes=chosen.mesh_sizes,
+            **vars(self.chosen),
             segments=segments,
-            microbatch=chosen.microbatch,
-            accumulation=chosen.accumulation,
             tail_layers=tail_layers,
-            tail_chunks=chosen.tail_chunks,
-            embedding=chosen.embedding,
-            head=chosen.head,
-            adapters=chosen.adapters,
-            weight_dtype=workload.dtype,
-            merge_gathers=self.merge_gathers,
+            weight_dtype=workload.weight_dtype,
             model=workload.shape_name,
         )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cases:
-    """Tails of a frame, all arrays [cases].
+    """Tails of a frame, N of them.
 
     Attributes:
-      option: The tail's treatment, an index.
-      tail_layers: Layers in the tail.
-      held_bytes: What they take at every instant.
-      tail_bytes: What there is while the tail runs and not afterwards; 0 without one.
-      seconds: Of a step, without the layers before the tail.
+      option_N: The tail's treatment, an index.
+      layers_N: Layers in the tail.
+      held_N: Bytes that they take at every instant.
+      transient_N: Bytes of what is there while the tail runs and not afterwards; 0
+        without one.
+      seconds_N: Seconds of a step, without the layers before the tail.
     """
 
-    option: np.ndarray
-    tail_layers: np.ndarray
-    held_bytes: np.ndarray
-    tail_bytes: np.ndarray
-    seconds: np.ndarray
+    option_N: np.ndarray
+    layers_N: np.ndarray
+    held_N: np.ndarray
+    transient_N: np.ndarray
+    seconds_N: np.ndarray
 
 
 def cuts(global_batch_size: int, devices: int) -> list[tuple[int, int]]:
@@ -104,32 +99,37 @@ def chunkings(microbatch: int) -> list[int]:
 
 
 def enumerate_frames(
-    workload: Workload, hardware: Hardware, mesh_sizes: tuple[int, ...]
+    workload: Workload,
+    hardware: Hardware,
+    axes: Axes,
+    allowed: Allowed = EVERYTHING,
 ) -> Iterator[Frame]:
     """All frames but those that another one beats in time and in memory."""
-    devices = math.prod(mesh_sizes)
-    for microbatch, accumulation in cuts(workload.global_batch_size, devices):
-        for chunks in chunkings(microbatch):
+    for cut in cuts(workload.global_batch_size, axes.num_devices):
+        for chunks in chunkings(cut[0]):
             found = [
                 price(workload, hardware, chosen)
-                for chosen in choices(
-                    workload, mesh_sizes, (microbatch, accumulation), chunks
-                )
+                for chosen in choices(workload, axes, cut, chunks)
+                if any(map(allowed.step, _mergings(chosen)))
             ]
             for frame in _undominated(found):
-                yield frame
-                if devices > 1:
-                    yield dataclasses.replace(frame, merge_gathers=True)
+                for chosen in filter(allowed.step, _mergings(frame.chosen)):
+                    yield dataclasses.replace(frame, chosen=chosen)
+
+
+def _mergings(chosen: StepChoices) -> list[StepChoices]:
+    """Gathers not merged and merged; the price of a frame is the same."""
+    merges = (False, True) if chosen.num_devices > 1 else (False,)
+    return [dataclasses.replace(chosen, merge_gathers=merge) for merge in merges]
 
 
 def price(workload: Workload, hardware: Hardware, chosen: StepChoices) -> Frame:
-    """A frame with its price; gathers are not merged."""
+    """A frame with its price."""
     static = forecasts.static_bytes(workload, chosen)
     times = durations.step(workload, hardware, chosen)
     each_s = times.each_microbatch_s + chosen.tail_chunks * times.loss.total_s
     return Frame(
         chosen=chosen,
-        merge_gathers=False,
         static_bytes=static.total_bytes,
         floor_bytes=static.loss_transient,
         boundary_bytes=static.boundary,
@@ -141,70 +141,54 @@ def no_tail(frame: Frame, options: Options) -> Cases:
     """The one case without a tail: its arena has one small row."""
     empty = np.zeros(1, int)
     return Cases(
-        option=empty,
-        tail_layers=empty,
-        held_bytes=empty + empty_arena_bytes(options),
-        tail_bytes=empty,
-        seconds=np.array([frame.seconds]),
+        option_N=empty,
+        layers_N=empty,
+        held_N=empty + options.empty_bytes,
+        transient_N=empty,
+        seconds_N=np.array([frame.seconds]),
     )
 
 
 def tails(frame: Frame, options: Options, num_layers: int) -> Cases:
     """All tails of one segment, with the options of a chunk's rows."""
-    option, layers = (
+    option_N, layers_N = (
         grid.ravel()
         for grid in np.meshgrid(
             np.arange(len(options)), np.arange(1, num_layers + 1), indexing="ij"
         )
     )
-    inputs, copies = options.input_rows[option], options.copy_rows[option]
-    # See `arena_layouts.layout`: up to the inputs, or the first or last layer's copy.
-    rows = np.maximum(
-        layers * inputs,
-        np.where(
-            copies > 0,
-            np.maximum(inputs + layers * copies, layers * inputs + copies),
-            0,
-        ),
-    )
-    arena = np.maximum(rows * options.row_bytes, empty_arena_bytes(options))
-    pointers = _POINTER_BYTES * (copies > 0)
-    short = layers < options.loop_layers[option]
-    further = (layers < num_layers) * options.further_bytes
-    extra = short * options.unrolled_bytes[option] + further
-    chunk_s = layers * options.layer_s[option]
-    chunk_s = chunk_s + options.start_s[option] + options.end_s[option]
+    copies_N = options.copy_rows_O[option_N]
+    rows = Rows(options.input_rows_O[option_N], copies_N, layers_N)
+    rows_N = np.maximum.reduce(arena_layouts.rows_needed([rows]))
+    arena_N = np.maximum(rows_N * options.row_bytes, options.empty_bytes)
+    pointers_N = forecasts.POINTER_BYTES * (copies_N > 0)
+    short_N = layers_N < options.loop_layers_O[option_N]
+    further_N = (layers_N < num_layers) * options.further_bytes
+    extra_N = short_N * options.unrolled_O[option_N] + further_N
+    chunk_s_N = layers_N * options.layer_s_O[option_N]
+    chunk_s_N = chunk_s_N + options.start_s_O[option_N] + options.end_s_O[option_N]
     runs = frame.chosen.accumulation * frame.chosen.tail_chunks
     return Cases(
-        option=option,
-        tail_layers=layers,
-        held_bytes=layers * options.rest_bytes[option] + arena + pointers + extra,
-        tail_bytes=frame.boundary_bytes
-        + layers * options.stack_bytes[option]
-        + options.transient_bytes[option],
-        seconds=frame.seconds + runs * chunk_s,
+        option_N=option_N,
+        layers_N=layers_N,
+        held_N=layers_N * options.rest_O[option_N] + arena_N + pointers_N + extra_N,
+        transient_N=frame.boundary_bytes
+        + layers_N * options.stack_O[option_N]
+        + options.transient_O[option_N],
+        seconds_N=frame.seconds + runs * chunk_s_N,
     )
-
-
-def empty_arena_bytes(options: Options) -> int:
-    """Bytes of an arena without anything in it."""
-    return _SMALL_ROW * options.element_bytes
 
 
 def choices(
-    workload: Workload,
-    mesh_sizes: tuple[int, ...],
-    cut: tuple[int, int],
-    chunks: int,
+    workload: Workload, axes: Axes, cut: tuple[int, int], chunks: int
 ) -> Iterator[StepChoices]:
     """Tables and adapters of a plan cut into (microbatch, accumulation) and chunks."""
-    devices = math.prod(mesh_sizes)
+    devices = axes.num_devices
     kinds = list(Table) if devices > 1 else [Table.GATHERED]
     adapters = [AdapterState.REPLICATED]
     if devices > 1 and all(
         linear.in_dim % devices == linear.out_dim % devices == 0
-        for linear in workload.linears
-        if linear.rank
+        for linear in workload.adapted
     ):
         adapters.append(AdapterState.SHARDED)
     for embedding, head, state in itertools.product(kinds, kinds, adapters):
@@ -212,7 +196,7 @@ def choices(
         if workload.tied_embeddings and any(resident) and not all(resident):
             continue  # one table: `step_specs` refuses it
         yield StepChoices(
-            mesh_sizes=mesh_sizes,
+            mesh_sizes=axes.data,
             microbatch=cut[0],
             accumulation=cut[1],
             tail_chunks=chunks,
@@ -222,7 +206,7 @@ def choices(
         )
 
 
-def _undominated(found):
+def _undominated(found: list[Frame]) -> Iterator[Frame]:
     """Frames that no other one beats or, before them, equals."""
     prices = [
         (f.seconds, f.static_bytes, f.floor_bytes, f.boundary_bytes) for f in found

@@ -30,75 +30,69 @@ class Offers(NamedTuple):
     `layers * least_s + every_s - (peak + valley) * (room - level)`.
 
     Attributes:
-      least_s: [levels] the cheapest option's layer, its bytes paid.
-      every_s: [levels] what one layer of each option of a sequence costs more,
-        borders, and what further segments cost; the least of all sequences.
-      with_s: [levels, options] likewise, of sequences with an option in them.
+      least_s_V: The cheapest option's layer, its bytes paid.
+      every_s_V: What one layer of each option of a sequence costs more, borders, and
+        what further segments cost; the least of all sequences.
+      with_s_VO: The same, the least of all sequences with an option in them.
     """
 
-    least_s: np.ndarray
-    every_s: np.ndarray
-    with_s: np.ndarray
+    least_s_V: np.ndarray
+    every_s_V: np.ndarray
+    with_s_VO: np.ndarray
 
 
 class Sequence(NamedTuple):
-    """What options cost by their place in a sequence.
+    """What options cost by their place in a sequence: first, behind another, last."""
 
-    Attributes:
-      start_s: [options] as the first.
-      border_s: [options, options] the second behind the first.
-      end_s: [options] as the last.
-    """
-
-    start_s: np.ndarray
-    border_s: np.ndarray
-    end_s: np.ndarray
+    start_s_O: np.ndarray
+    border_s_OP: np.ndarray
+    end_s_O: np.ndarray
 
 
-def offers(paid_s: np.ndarray, costs: Sequence, longest: int) -> list[Offers]:
+def offers(paid_s_VO: np.ndarray, costs: Sequence, longest: int) -> list[Offers]:
     """What sequences of 1, 2, ... options cost at a price.
 
     Args:
-      paid_s: [levels, options] a layer, its bytes paid; inf above the level.
+      paid_s_VO: Seconds of a layer, its bytes paid; inf above the level.
       costs: What does not depend on the number of layers.
       longest: Options in the longest sequence.
     """
-    least_s = paid_s.min(axis=1)
-    more_s = paid_s - least_s[:, None]
+    least_s_V = paid_s_VO.min(axis=1)
+    more_s_VO = paid_s_VO - least_s_V[:, None]
     # Cheapest beginnings of each length that end with an option, and the rest behind.
-    ahead = [more_s + costs.start_s]
-    behind = [np.broadcast_to(costs.end_s, more_s.shape)]
+    ahead = [more_s_VO + costs.start_s_O]
+    behind = [np.broadcast_to(costs.end_s_O, more_s_VO.shape)]
     for _ in range(longest - 1):
-        reached_s = (ahead[-1][:, :, None] + costs.border_s).min(axis=1)
-        ahead.append(reached_s + more_s)
-        left_s = costs.border_s + (behind[-1] + more_s)[:, None, :]
-        behind.append(left_s.min(axis=2))
+        reached_s_VO = (ahead[-1][:, :, None] + costs.border_s_OP).min(axis=1)
+        ahead.append(reached_s_VO + more_s_VO)
+        left_s_VOP = costs.border_s_OP + (behind[-1] + more_s_VO)[:, None, :]
+        behind.append(left_s_VOP.min(axis=2))
     found = []
     for length in range(1, longest + 1):
         places = [ahead[k] + behind[length - 1 - k] for k in range(length)]
-        with_s = np.min(places, axis=0)
-        found.append(Offers(least_s, with_s.min(axis=1), with_s))
+        with_s_VO = np.min(places, axis=0)
+        found.append(Offers(least_s_V, with_s_VO.min(axis=1), with_s_VO))
     return found
 
 
 def candidates(
-    layer_s: np.ndarray, peak: np.ndarray, valley: np.ndarray
+    layer_s_O: np.ndarray, peak_O: np.ndarray, valley_O: np.ndarray
 ) -> Iterator[Price]:
     """Prices at which three options tie and none is cheaper, or two and one is 0.
 
     Args:
-      layer_s: [options] seconds of a layer.
-      peak: [options] its bytes.
-      valley: [options] likewise.
+      layer_s_O: Seconds of a layer.
+      peak_O: Bytes of its weights, saved tensors and input.
+      valley_O: Bytes of its weights, saved tensors and copy.
     """
-    for price in _ties(peak, layer_s):
+    for price in _ties(peak_O, layer_s_O):
         yield Price(price, 0.0)
-    for price in _ties(valley, layer_s):
+    for price in _ties(valley_O, layer_s_O):
         yield Price(0.0, price)
-    yield from _corners(layer_s, peak, valley)
+    yield from _corners(layer_s_O, peak_O, valley_O)
 
 
-def _ties(sizes, seconds) -> list[float]:
+def _ties(sizes: np.ndarray, seconds: np.ndarray) -> list[float]:
     """Prices of a byte at which the cheapest option changes.
 
     They are the slopes of the lower convex hull of seconds over sizes.
@@ -113,11 +107,12 @@ def _ties(sizes, seconds) -> list[float]:
     return [-_slope(*pair) for pair in itertools.pairwise(hull)]
 
 
-def _slope(one, two):
+def _slope(one: tuple[float, float], two: tuple[float, float]) -> float:
     return (two[1] - one[1]) / (two[0] - one[0])
 
 
-def _corners(layer_s, peak, valley) -> list[Price]:
+def _corners(layer_s: np.ndarray, peak: np.ndarray, valley: np.ndarray) -> list[Price]:
+    """Prices of both kinds at which three options tie and none is cheaper."""
     values = np.stack([layer_s, peak, valley])
     covered = (values[:, :, None] <= values[:, None, :]).all(axis=0)
     beaten = (covered & ~covered.T).any(axis=0)

@@ -6,15 +6,21 @@ to cut the batch, to save tensors, to hold tables and adapters, gathers merged o
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from mtuner_jax.hardware.machines import Hardware
+from mtuner_jax.planning import sites
+from mtuner_jax.planning.axes import Axes
 from mtuner_jax.planning.costs import forecasts, passes
 from mtuner_jax.planning.plans import Plan, Saved, SegmentPlan
 from mtuner_jax.planning.searching import frames, options
+from mtuner_jax.planning.searching.allowed import Allowed
 from mtuner_jax.planning.searching.frames import Frame
+from mtuner_jax.planning.sites import Site
 from mtuner_jax.planning.workloads import Workload
+
+_NO_TAIL = Allowed(tail=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,20 +40,20 @@ class Static:
     total_bytes: int
 
 
-def settings(mesh_sizes: tuple[int, ...]) -> dict[str, SegmentPlan]:
+def settings(axes: Axes) -> dict[str, SegmentPlan]:
     """The settings by name, each as the treatment of one layer.
 
     `fsdp` keeps nothing, `zero2` whole weights from forward to backward, `hsdp-1/4` a
     quarter of the weights for good and so on, `replicated` everything.
     """
-    whole = len(mesh_sizes)
-    if math.prod(mesh_sizes) == 1:
+    whole = axes.whole
+    if axes.num_devices == 1:
         return {"replicated": _layer(whole, whole)}
     found = {"fsdp": _layer(0, 0), "zero2": _layer(0, whole)}
-    for axes in range(1, whole):
-        devices = math.prod(mesh_sizes[axes:])
-        if 1 < devices < math.prod(mesh_sizes):
-            found[f"hsdp-1/{devices}"] = _layer(axes, axes)
+    for held in range(1, whole):
+        devices = axes.sharing(held)
+        if 1 < devices < axes.num_devices:
+            found[f"hsdp-1/{devices}"] = _layer(held, held)
     return {**found, "replicated": _layer(whole, whole)}
 
 
@@ -64,17 +70,15 @@ def best(
       workload: Sizes and batch.
       hardware: The machine; its links those of the mesh's axes.
       mesh_sizes: Devices along each mesh axis, slowest link first; () is one device.
-      budget_bytes: That a compiled step may take on a device.
+      budget_bytes: Bytes that a compiled step may take on a device.
     """
-    mesh_sizes = mesh_sizes or (1,)
-    groups: dict[tuple[int, bool], list[Frame]] = {}
-    for frame in frames.enumerate_frames(workload, hardware, mesh_sizes):
-        if frame.chosen.tail_chunks == 1:
-            key = (frame.chosen.microbatch, frame.merge_gathers)
-            groups.setdefault(key, []).append(frame)
+    axes = Axes(data=mesh_sizes or (1,))
+    groups: dict[Site, list[Frame]] = {}
+    for frame in frames.enumerate_frames(workload, hardware, axes, _NO_TAIL):
+        groups.setdefault(sites.main(frame.chosen, workload), []).append(frame)
     return tuple(
-        _best(name, layer, (workload, hardware, groups), budget_bytes)
-        for name, layer in settings(mesh_sizes).items()
+        _best(name, list(_variants(layer, hardware, groups)), hardware, budget_bytes)
+        for name, layer in settings(axes).items()
     )
 
 
@@ -84,12 +88,20 @@ def _layer(rest: int, fwd_keep: int) -> SegmentPlan:
     )
 
 
-def _best(name, layer, priced, budget_bytes):
+class _Variant(NamedTuple):
+    """A plan and the seconds of its step, for sorting."""
+
+    seconds: float
+    plan: Plan
+    workload: Workload
+
+
+def _best(
+    name: str, variants: list[_Variant], hardware: Hardware, budget_bytes: int
+) -> Static:
     """Variants are tried from the fastest on, until one fits."""
-    workload, hardware, _ = priced
-    variants = sorted(_variants(layer, priced), key=lambda variant: variant[0])
     least = None
-    for _, plan in variants:
+    for _, plan, workload in sorted(variants, key=lambda variant: variant.seconds):
         total_bytes = forecasts.forecast(plan, workload).total_bytes
         if total_bytes <= budget_bytes:
             step_s = passes.step_s(plan, workload, hardware)
@@ -98,31 +110,25 @@ def _best(name, layer, priced, budget_bytes):
     return Static(name=name, plan=None, step_s=0.0, total_bytes=least or 0)
 
 
-def _variants(layer, priced) -> Iterator[tuple[float, Plan]]:
-    """(seconds of a step, plan) of all variants."""
-    workload, hardware, groups = priced
-    for group, saved in itertools.product(groups.values(), Saved):
-        rows = group[0].chosen.microbatch
-        on_host = saved is Saved.LAYER_INPUT_ON_HOST
-        if on_host and not options.host_holds(workload, hardware, rows=rows):
+def _variants(
+    layer: SegmentPlan, hardware: Hardware, groups: dict[Site, list[Frame]]
+) -> Iterator[_Variant]:
+    """All variants of a setting."""
+    for (site, group), saved in itertools.product(groups.items(), Saved):
+        if not options.host_holds(site, hardware, saved):
             continue
+        workload = site.workload
+        segment = dataclasses.replace(
+            layer,
+            num_layers=workload.num_layers,
+            saved=saved,
+            prefetch=site.axes.sharing(layer.rest_axes) > 1,
+        )
         layers_s = None
         for frame in group:
-            plan = _plan(workload, frame, layer, saved)
+            plan = frame.plan(workload, (segment,))
             if layers_s is None:
                 # The same for the whole group: its frames differ in other things.
                 step_s = passes.step_s(plan, workload, hardware)
                 layers_s = step_s - frame.seconds
-            yield frame.seconds + layers_s, plan
-
-
-def _plan(workload, frame, layer, saved):
-    mesh_sizes = frame.chosen.mesh_sizes
-    gathers = layer.rest_axes < len(mesh_sizes)
-    segment = dataclasses.replace(
-        layer,
-        num_layers=workload.num_layers,
-        saved=saved,
-        prefetch=gathers and math.prod(mesh_sizes) > 1,
-    )
-    return frame.plan(workload, (segment,))
+            yield _Variant(frame.seconds + layers_s, plan, workload)

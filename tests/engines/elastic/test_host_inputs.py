@@ -6,7 +6,8 @@ import pytest
 
 from models import llama, llama_configs
 from mtuner_jax.engines import compiling
-from mtuner_jax.engines.elastic import steps
+from mtuner_jax.engines.elastic import engine, steps
+from mtuner_jax.hardware import cards
 from mtuner_jax.inspection import compile_only
 from mtuner_jax.planning import plans
 from mtuner_jax.planning.plans import Saved
@@ -71,11 +72,11 @@ def host_bytes(*, prefetch):
     spec = steps.StepSpec(
         model=model,
         plan=plan,
-        mesh=compile_only.topology_mesh(compile_only.TARGETS["h200"], plan.mesh_sizes),
+        mesh=compile_only.topology_mesh(cards.H200, plan.mesh_sizes),
         adapters=tiny.adapters(model, target_modules=("q_proj",)),
     )
     optimizer = optax.sgd(0.1)
-    arguments = compile_only.abstract_arguments(
+    arguments = engine.abstract_arguments(
         spec, optimizer, max_length=TOKENS, dtype=jnp.bfloat16
     )
     options = compiling.options(on_gpu=True)

@@ -5,8 +5,17 @@ import pytest
 from mtuner_jax.configs import ConfigError
 from mtuner_jax.hardware import machines
 from mtuner_jax.hardware.machines import Hardware, Link
+from mtuner_jax.planning.axes import Axes
 from mtuner_jax.planning.costs import durations, forecasts, kernels, passes
-from mtuner_jax.planning.plans import AdapterState, Plan, Saved, SegmentPlan, Table
+from mtuner_jax.planning.plans import (
+    AdapterState,
+    Plan,
+    Saved,
+    SegmentPlan,
+    StepChoices,
+    Table,
+)
+from mtuner_jax.planning.sites import Site
 from tests import small_plans
 
 MACHINE = Hardware(
@@ -40,15 +49,15 @@ SEVENTY = small_plans.decoder(
 )
 
 
+def site_of(workload, *, rows=1, merge_gathers=True):
+    axes = Axes(data=(2, 2, 2))
+    return Site(workload=workload, axes=axes, rows=rows, merge_gathers=merge_gathers)
+
+
 def layer(segment, *, rows=1, merge_gathers=True, workload=SEVEN, machine=MACHINE):
-    place = durations.Place(
-        workload=workload,
-        hardware=machine,
-        mesh_sizes=(2, 2, 2),
-        rows=rows,
-        merge_gathers=merge_gathers,
-    )
-    return durations.layer(place, segment, place.memory(segment))
+    site = site_of(workload, rows=rows, merge_gathers=merge_gathers)
+    clock = durations.Clock(site=site, hardware=machine)
+    return clock.layer(segment, forecasts.layer_bytes(site, segment))
 
 
 def segment(rest=0, fwd_keep=0, bwd_keep=0, *, saved=Saved.LAYER_INPUT, prefetch=True):
@@ -103,13 +112,13 @@ def test_a_gather_costs_what_its_slowest_axis_costs():
 
 def test_an_axis_of_one_device_has_no_link():
     machine = dataclasses.replace(MACHINE, links=MACHINE.links[:1], mesh_sizes=(2,))
-    assert durations.link(machine, (1, 2), 1) == MACHINE.links[0]
+    assert durations.link(machine, Axes(data=(1, 2)), 1) == MACHINE.links[0]
 
 
 def test_an_unknown_link_is_an_error():
     machine = dataclasses.replace(MACHINE, links=MACHINE.links[:1], mesh_sizes=(2,))
     with pytest.raises(ConfigError, match="describes 1 links, mesh 2x2 has 2 axes"):
-        durations.link(machine, (2, 2), 1)
+        durations.link(machine, Axes(data=(2, 2)), 1)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +141,7 @@ def test_what_is_not_saved_is_computed_again(saved, redone):
     machine = dataclasses.replace(
         MACHINE, kernel_s=0.0, memory_bytes_per_s=1e30, attention_flops_per_s=1e30
     )
-    forward, backward = kernels.layer(workload, machine, saved, rows=1)
+    forward, backward = kernels.layer(site_of(workload), machine, saved)
     weights = {one.name: one.in_dim * one.out_dim for one in workload.linears}
     seconds = 2 * 4096 / 200e12
     assert forward == pytest.approx(seconds * sum(weights.values()))
@@ -147,7 +156,7 @@ def test_attention_runs_again_only_where_it_is_not_saved():
         (Saved.ATTENTION, 2.5),
         (Saved.LAYER_INPUT, 3.5),
     ):
-        forward, backward = kernels.layer(SEVEN, machine, saved, rows=1)
+        forward, backward = kernels.layer(site_of(SEVEN), machine, saved)
         assert forward == pytest.approx(flops, rel=1e-6)
         assert backward == pytest.approx(passes_of_attention * flops, rel=1e-6)
 
@@ -170,7 +179,7 @@ def test_an_input_on_the_host_is_sent_and_fetched():
 @pytest.mark.parametrize("kind", ["gathered", "split", "resident"])
 def test_tables_are_received_where_they_are_not_resident(kind):
     table = Table(kind)
-    chosen = forecasts.StepChoices(
+    chosen = StepChoices(
         mesh_sizes=(2, 2, 2), microbatch=1, accumulation=1, embedding=table, head=table
     )
     found = durations.step(SEVEN, MACHINE, chosen)
@@ -194,7 +203,7 @@ def test_tables_are_received_where_they_are_not_resident(kind):
 def test_gradients_are_reduced_once_however_adapters_are_held():
     received = []
     for adapters in AdapterState:
-        chosen = forecasts.StepChoices(
+        chosen = StepChoices(
             mesh_sizes=(2, 2, 2), microbatch=1, accumulation=4, adapters=adapters
         )
         found = durations.step(SEVEN, MACHINE, chosen)
@@ -204,7 +213,7 @@ def test_gradients_are_reduced_once_however_adapters_are_held():
 
 
 def test_one_device_communicates_nothing():
-    chosen = forecasts.StepChoices(mesh_sizes=(1,), microbatch=1, accumulation=1)
+    chosen = StepChoices(mesh_sizes=(1,), microbatch=1, accumulation=1)
     machine = dataclasses.replace(MACHINE, links=(), mesh_sizes=())
     found = durations.step(SEVEN, machine, chosen)
     phases = (found.embed, found.head, found.loss, found.start, found.update)

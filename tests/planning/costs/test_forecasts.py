@@ -1,9 +1,12 @@
 import dataclasses
+import math
 
 import pytest
 
 from mtuner_jax.planning import plans
+from mtuner_jax.planning.axes import Axes
 from mtuner_jax.planning.costs import forecasts, transients
+from mtuner_jax.planning.sites import Site
 from tests import small_plans
 
 MESH = (2, 2, 2)
@@ -33,22 +36,24 @@ def plan(*segments, **settings):
     )
 
 
-def layer(made, **settings):
-    rows = settings.pop("rows", 1)
-    return forecasts.layer_bytes(
-        workload(),
-        made,
-        mesh_sizes=MESH,
+def site(of=None, *, rows=1, merge_gathers=False, mesh=MESH):
+    return Site(
+        workload=of or workload(),
+        axes=Axes(data=mesh),
         rows=rows,
-        merge_gathers=settings.pop("merge_gathers", False),
+        merge_gathers=merge_gathers,
     )
+
+
+def layer(made, **settings):
+    return forecasts.layer_bytes(site(**settings), made)
 
 
 @pytest.mark.parametrize("saved", SAVED)
 def test_total_is_the_sum_of_its_parts_and_one_maximum(saved):
     made = plan(segment(4, saved=saved))
     forecast = forecasts.forecast(made, workload())
-    static = forecasts.static_bytes(workload(), forecasts.choices(made))
+    static = forecasts.static_bytes(workload(), made)
     one = layer(made.segments[0])
     inputs = 4 * one.layer_input if one.layer_input else 2 * 64  # never without a row
     empty_tail = 2 * 64
@@ -91,9 +96,7 @@ def test_what_the_tail_saves_lies_where_the_main_part_goes_back():
     cut = {"microbatch": 8, "tail_layers": 1, "tail_chunks": 8}
     parts = (segment(11), segment(1, saved=plans.Saved.LINEARS))
     small = forecasts.forecast(plan(*parts, **cut), workload(12))
-    main = forecasts.layer_bytes(
-        workload(12), parts[0], mesh_sizes=MESH, rows=8, merge_gathers=False
-    )
+    main = forecasts.layer_bytes(site(workload(12), rows=8), parts[0])
     assert small.saved == 0
     assert small.transient == main.transient
 
@@ -120,7 +123,7 @@ def test_a_large_tail_counts_its_stacks_and_its_boundary():
     made = plan(*parts, **cut)
     forecast = forecasts.forecast(made, workload(12))
     tail = layer(parts[1])
-    static = forecasts.static_bytes(workload(12), forecasts.choices(made))
+    static = forecasts.static_bytes(workload(12), made)
     stream = 2 * 4096 * 4096 * 2
     assert static.boundary == 2 * stream + workload().table_bytes
     assert forecast.transient == static.boundary + 10 * tail.saved + tail.transient
@@ -145,8 +148,8 @@ def test_saved_tensors_are_counted_by_their_width(saved, features):
 def test_narrow_keys_are_saved_narrow():
     narrow = dataclasses.replace(workload(), num_kv_heads=4)
     saved = plans.Saved.ATTENTION
-    less = forecasts.saved_bytes(workload(), saved, rows=1)
-    less -= forecasts.saved_bytes(narrow, saved, rows=1)
+    less = forecasts.saved_bytes(site(), saved)
+    less -= forecasts.saved_bytes(site(narrow), saved)
     assert less == 4096 * 2 * 2 * 28 * 128
 
 
@@ -184,7 +187,7 @@ def test_a_resident_table_adds_what_other_devices_held(field, more, less):
 def test_tables_are_padded_to_the_devices():
     odd = dataclasses.replace(workload(), vocab_size=32001)
     for table in plans.Table:
-        choice = forecasts.StepChoices(
+        choice = plans.StepChoices(
             mesh_sizes=MESH, microbatch=1, accumulation=1, embedding=table, head=table
         )
         held = forecasts.static_bytes(odd, choice).tables - 2 * 4096
@@ -215,12 +218,12 @@ def test_transients_grow_with_rows_and_with_what_is_gathered(rows):
 
 
 def test_scores_of_all_blocks_are_held_without_cudnn():
-    got = transients.score_bytes(workload(max_length=1000), rows=2)
+    xla = site(dataclasses.replace(workload(max_length=1000), attention="xla"), rows=2)
+    got = transients.score_bytes(xla)
     assert got == 2 * 2 * 32 * 4 * (512 * 512 + 488 * 1000)
-    xla = dataclasses.replace(workload(), cudnn_attention=False)
-    assert transients.layer(
-        xla, segment(rest=3), mesh_sizes=MESH, rows=1, merge_gathers=False
-    ) - layer(segment(rest=3)).transient == transients.score_bytes(xla, rows=1)
+    xla = site(dataclasses.replace(workload(), attention="xla"))
+    more = transients.layer(xla, segment(rest=3)) - layer(segment(rest=3)).transient
+    assert more == transients.score_bytes(xla)
 
 
 def test_one_device_gathers_nothing():
@@ -241,3 +244,25 @@ def test_copies_are_whole_weights_at_their_ratio(axes):
 def test_a_copy_at_the_ratio_of_rest_is_none():
     got = layer(segment(rest=2))
     assert got.fwd_copy == got.bwd_copy == 0
+
+
+@pytest.mark.parametrize("mesh", [(3,), (5,), (2, 3), (7,)])
+def test_every_ratio_is_exact_because_rows_are_padded(mesh):
+    made, devices = site(mesh=mesh), math.prod(mesh)
+    whole = forecasts.held_bytes(made, len(mesh))
+    for axes in range(len(mesh)):
+        sharing = math.prod(mesh[axes:])
+        assert forecasts.held_bytes(made, axes) * sharing == whole
+    padding = whole - workload().layer_weight_bytes
+    widths = sum(linear.out_dim for linear in workload().linears)
+    assert 0 < padding < devices * widths * 2
+
+
+def test_weights_and_activations_have_dtypes_of_their_own():
+    wide = dataclasses.replace(workload(), activation_dtype="float32")
+    narrow, got = (
+        layer(segment(fwd=3)),
+        forecasts.layer_bytes(site(wide), segment(fwd=3)),
+    )
+    assert (got.rest, got.fwd_copy) == (narrow.rest, narrow.fwd_copy)
+    assert got.layer_input == 2 * narrow.layer_input

@@ -8,6 +8,8 @@ import pytest
 
 from mtuner_jax.configs import ConfigError
 from mtuner_jax.hardware import machines
+from mtuner_jax.planning import sites
+from mtuner_jax.planning.axes import Axes
 from mtuner_jax.planning.costs import forecasts, passes, timelines
 from mtuner_jax.planning.plans import AdapterState, Plan, Saved, SegmentPlan, Table
 from mtuner_jax.planning.searching import options
@@ -23,7 +25,7 @@ SMALL = small_plans.decoder(
     rows=(30, 1024),
     vocab_size=4096,
 )
-TREATMENTS = list(options.treatments(MESH))
+TREATMENTS = list(options.treatments(Axes(data=MESH)))
 
 
 def random_plan(seed):
@@ -235,7 +237,7 @@ def test_a_step_leaves_memory_as_it_found_it(seed):
 def test_copies_leave_as_inputs_come():
     plan = plain(bwd_keep_axes=1)
     memory = timelines.replay(plan, SMALL, MACHINE).memory
-    copy = forecasts.held_bytes(SMALL, MESH, 1)
+    copy = forecasts.held_bytes(sites.main(plan, SMALL), 1)
     kept = [instant.num_bytes["kept_across_steps"] // copy for instant in memory]
     inputs = [instant.num_bytes["layer_inputs"] // (4 * 2**21) for instant in memory]
     assert (kept[0], max(inputs), kept[-1], inputs[-1]) == (6, 6, 6, 0)
@@ -258,10 +260,13 @@ def test_json_is_the_same_to_the_byte_and_whole():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "no timeline"),
-        ("[]", "no timeline"),
+        ("{", "timeline: not JSON"),
+        ("[]", "timeline: a JSON object, not list"),
         (json.dumps({"version": 0}), "version 0 is not 1"),
-        (json.dumps({"version": 1, "events": []}), "no timeline: 'memory'"),
+        (
+            json.dumps({"version": 1, "events": []}),
+            "timeline: misses the field .*memory",
+        ),
     ],
 )
 def test_what_is_no_timeline_is_an_error_that_names_the_file(tmp_path, text, message):

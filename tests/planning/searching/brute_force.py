@@ -6,9 +6,12 @@ import math
 import random
 
 from mtuner_jax.hardware import machines
-from mtuner_jax.planning import plans
+from mtuner_jax.planning import plans, sites
+from mtuner_jax.planning.axes import Axes
 from mtuner_jax.planning.costs import durations, forecasts, passes
-from mtuner_jax.planning.searching import fillings, frames, options, search
+from mtuner_jax.planning.searching import frames, options, search
+from mtuner_jax.planning.searching.allowed import MAX_SEGMENTS
+from mtuner_jax.planning.sites import Site
 from tests import small_plans
 
 MACHINES = {(1,): "h200x1", (2,): "h200x2-pcie", (2, 2): "pcie8"}
@@ -52,22 +55,17 @@ def heads(workload, mesh_sizes):
     for cut in frames.cuts(workload.global_batch_size, devices):
         for chunks in frames.chunkings(cut[0]):
             tails = range(1, workload.num_layers + 1) if chunks > 1 else (0,)
-            chosen = frames.choices(workload, mesh_sizes, cut, chunks)
+            chosen = frames.choices(workload, Axes(data=mesh_sizes), cut, chunks)
             for step, tail, merge in itertools.product(chosen, tails, merged):
-                fields = {f.name: getattr(step, f.name) for f in step_fields()}
-                yield {**fields, "tail_layers": tail, "merge_gathers": merge}
-
-
-def step_fields():
-    return dataclasses.fields(forecasts.StepChoices)
+                yield {**vars(step), "tail_layers": tail, "merge_gathers": merge}
 
 
 def all_plans(workload, mesh_sizes, chosen):
     """All plans with these choices besides the segments."""
-    treatments = list(options.treatments(mesh_sizes))
+    treatments = list(options.treatments(Axes(data=mesh_sizes)))
     for head in chosen:
         main_layers = workload.num_layers - head["tail_layers"]
-        main = sequences(main_layers, treatments, fillings.MAX_SEGMENTS)
+        main = sequences(main_layers, treatments, MAX_SEGMENTS)
         tail = list(sequences(head["tail_layers"], treatments, 1))
         for before, after in itertools.product(main, tail):
             yield plans.Plan(segments=before + after, **head)
@@ -78,22 +76,22 @@ class Scores:
 
     def __init__(self, workload, machine, mesh_sizes):
         self.workload, self.machine, self.mesh_sizes = workload, machine, mesh_sizes
-        self.places, self.layers, self.steps = {}, {}, {}
+        self.clocks, self.layers, self.steps = {}, {}, {}
 
     def layer(self, segment, rows, merge_gathers):
         key = (dataclasses.replace(segment, num_layers=1), rows, merge_gathers)
         if key not in self.layers:
-            place = self.places.setdefault(
-                key[1:],
-                durations.Place(
-                    workload=self.workload,
-                    hardware=self.machine,
-                    mesh_sizes=self.mesh_sizes,
-                    rows=rows,
-                    merge_gathers=merge_gathers,
-                ),
+            site = Site(
+                workload=self.workload,
+                axes=Axes(data=self.mesh_sizes),
+                rows=rows,
+                merge_gathers=merge_gathers,
             )
-            self.layers[key] = durations.layer(place, segment, place.memory(segment))
+            clock = self.clocks.setdefault(
+                site, durations.Clock(site=site, hardware=self.machine)
+            )
+            memory = forecasts.layer_bytes(site, segment)
+            self.layers[key] = clock.layer(segment, memory)
         return self.layers[key]
 
     def part_s(self, segments, rows, merge_gathers):
@@ -122,7 +120,7 @@ class Scores:
 
     def score(self, plan):
         """What the search compares: seconds, and the price of further segments."""
-        fixed = self.step(forecasts.choices(plan))
+        fixed = self.step(plan.choices)
         start, rows = plan.tail_start, plan.microbatch // plan.tail_chunks
         tail_s = self.part_s(plan.segments[start:], rows, plan.merge_gathers)
         chunks_s = plan.tail_chunks * (tail_s + fixed.loss.total_s)
@@ -144,30 +142,24 @@ def price_heads(chosen, found, scores):
     workload, known = scores.workload, {}
     for head in chosen:
         plan = plans.Plan(segments=found[0].segments, **head)
-        choice = forecasts.choices(plan)
+        choice = plan.choices
         static, fixed = (
             forecasts.static_bytes(workload, choice),
             scores.step(choice),
         )
-        known[choice, plan.merge_gathers] = static, fixed
+        known[choice] = static, fixed
     for plan in found:
         own = forecasts.forecast(plan, workload)
-        least = forecasts.static_bytes(workload, forecasts.choices(plan))
+        least = forecasts.static_bytes(workload, plan.choices)
         transient = max(
-            forecasts.layer_bytes(
-                workload,
-                segment,
-                mesh_sizes=plan.mesh_sizes,
-                rows=plan.microbatch,
-                merge_gathers=plan.merge_gathers,
-            ).transient
+            forecasts.layer_bytes(sites.main(plan, workload), segment).transient
             for segment in plan.segments
         )
         layers_s = scores.part_s(plan.segments, plan.microbatch, plan.merge_gathers)
         price = 1 + search.SEGMENT_SHARE * (len(plan.segments) - 1)
         bare = own.total_bytes - own.transient - least.total_bytes
-        for (choice, merged), (static, fixed) in known.items():
-            if merged != plan.merge_gathers:
+        for choice, (static, fixed) in known.items():
+            if choice.merge_gathers != plan.merge_gathers:
                 continue
             each_s = fixed.each_microbatch_s + fixed.loss.total_s + layers_s
             seconds = fixed.once_s + choice.accumulation * each_s
@@ -213,7 +205,7 @@ def random_segments(num_layers, treatments, at_most, chosen):
 def random_plan(workload, mesh_sizes, treatments, chosen):
     head = chosen.choice(list(heads(workload, mesh_sizes)))
     main_layers = workload.num_layers - head["tail_layers"]
-    main = random_segments(main_layers, treatments, fillings.MAX_SEGMENTS, chosen)
+    main = random_segments(main_layers, treatments, MAX_SEGMENTS, chosen)
     tail = random_segments(head["tail_layers"], treatments, 1, chosen)
     return plans.Plan(segments=main + tail, **head)
 

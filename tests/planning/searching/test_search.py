@@ -11,8 +11,9 @@ import pytest
 from mtuner_jax.configs import ConfigError
 from mtuner_jax.hardware import machines
 from mtuner_jax.planning import plans
+from mtuner_jax.planning.axes import Axes
 from mtuner_jax.planning.costs import forecasts
-from mtuner_jax.planning.searching import search, shortages
+from mtuner_jax.planning.searching import limits, search, shortages
 from tests import small_plans
 from tests.planning.searching import brute_force
 
@@ -22,8 +23,8 @@ SAME = 1e-9
 def test_more_memory_is_never_slower():
     scores = brute_force.scores_of(5, (2, 2), num_layers=6, rows=2)
     machine, workload = scores.machine, scores.workload
-    least = shortages.least_bytes(workload, machine, (2, 2))
-    searcher = search.Searcher(workload, machine, (2, 2))
+    least = shortages.least_bytes(workload, machine, Axes(data=(2, 2)))
+    searcher = search.Searcher(workload, machine, mesh_sizes=(2, 2))
     found = [searcher.best(least + least * step // 8) for step in range(20)]
     times = [one.score_s for one in found]
     for before, after in itertools.pairwise(times):
@@ -34,7 +35,7 @@ def test_more_memory_is_never_slower():
 def test_the_same_plan_to_the_byte_in_every_process():
     scores = brute_force.scores_of(7, (2, 2), num_layers=4, rows=2)
     machine, workload = scores.machine, scores.workload
-    budget_bytes = shortages.least_bytes(workload, machine, (2, 2)) * 5 // 4
+    budget_bytes = shortages.least_bytes(workload, machine, Axes(data=(2, 2))) * 5 // 4
     want = plans.to_json(brute_force.fastest(scores, budget_bytes).plan)
     assert plans.to_json(brute_force.fastest(scores, budget_bytes).plan) == want
     program = "\n".join(
@@ -76,8 +77,8 @@ def test_a_step_that_computes_all_the_time_has_one_segment_and_says_so():
     workload = dataclasses.replace(made, max_length=4096)
     machine = machines.fitted(machines.preset("h200x2"), (2,))
     found = brute_force.fastest(brute_force.Scores(workload, machine, (2,)), 2**40)
-    assert found.binds is search.Binds.COMPUTE
-    assert found.reason.startswith("computation is")
+    assert limits.find(found).binds is limits.Binds.COMPUTE
+    assert limits.find(found).reason.startswith("computation is")
     assert len(found.plan.segments) == 1
 
 
@@ -110,9 +111,11 @@ def test_the_hosts_memory_is_not_exceeded_where_it_is_known():
 
 def test_what_more_memory_would_win_is_told_up_to_the_card():
     found = seventy_on_pcie(29)
-    assert found.binds is search.Binds.MEMORY
-    assert found.reason.startswith("communication is exposed for 8")
-    shares = re.findall(r"(\d+\.\d)% faster with (\d+\.\d) GiB", found.reason)
+    assert limits.find(found).binds is limits.Binds.MEMORY
+    assert limits.find(found).reason.startswith("communication is exposed for 8")
+    shares = re.findall(
+        r"(\d+\.\d)% faster with (\d+\.\d) GiB", limits.find(found).reason
+    )
     (near, near_gib), (most, most_gib) = [map(float, pair) for pair in shares]
     assert 1 < near < most
     assert 29 < near_gib < most_gib < PCIE8.memory_bytes / 2**30
@@ -120,20 +123,20 @@ def test_what_more_memory_would_win_is_told_up_to_the_card():
 
 def test_a_full_card_is_told_instead_of_memory_that_no_card_has():
     found = seventy_on_pcie(39)
-    assert found.binds is search.Binds.MEMORY
-    assert found.reason.endswith("takes more than the 39.4 GiB of a card")
+    assert limits.find(found).binds is limits.Binds.MEMORY
+    assert limits.find(found).reason.endswith("takes more than the 39.4 GiB of a card")
 
 
 def test_what_no_memory_hides_is_bound_by_the_link():
     scores = brute_force.scores_of(0, (2,), num_layers=2, rows=1)
     found = brute_force.fastest(scores, 2**40)
-    assert found.binds is search.Binds.LINK
-    assert found.reason.endswith("of the step with any memory")
+    assert limits.find(found).binds is limits.Binds.LINK
+    assert limits.find(found).reason.endswith("of the step with any memory")
 
 
 def test_a_budget_below_the_least_names_the_least_and_what_lowers_it():
     scores = brute_force.scores_of(4, (2, 2), num_layers=4, rows=2)
-    least = shortages.least_bytes(scores.workload, scores.machine, (2, 2))
+    least = shortages.least_bytes(scores.workload, scores.machine, Axes(data=(2, 2)))
     fitting = brute_force.fastest(scores, least).plan
     assert brute_force.num_bytes(fitting, scores.workload) <= least
     half = scores.workload.max_length // 2

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from mtuner_jax.planning.axes import Axes
 from mtuner_jax.planning.costs import passes
 from mtuner_jax.planning.searching import options, search
 from tests.planning.searching import brute_force
@@ -54,7 +55,7 @@ def test_no_random_plan_and_no_neighbour_is_better(seed):
     layers, rows = 2 + seed % 3, 1 + seed // 2 % 3
     scores = brute_force.scores_of(seed, mesh_sizes, num_layers=layers, rows=rows)
     workload, chosen = scores.workload, random.Random(seed)
-    treatments = list(options.treatments(mesh_sizes))
+    treatments = list(options.treatments(Axes(data=mesh_sizes)))
     sampled = [
         brute_force.random_plan(workload, mesh_sizes, treatments, chosen)
         for _ in range(150)
@@ -85,7 +86,7 @@ def test_scores_of_these_tests_are_those_of_the_models():
         brute_force.scores_of(3, (2, 2), num_layers=4, rows=2),
         random.Random(3),
     )
-    treatments = list(options.treatments((2, 2)))
+    treatments = list(options.treatments(Axes(data=(2, 2))))
     for _ in range(20):
         plan = brute_force.random_plan(scores.workload, (2, 2), treatments, chosen)
         seconds = passes.step_s(plan, scores.workload, scores.machine)

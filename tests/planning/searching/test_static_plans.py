@@ -2,6 +2,7 @@ import pytest
 
 from mtuner_jax.hardware import machines
 from mtuner_jax.planning import plans
+from mtuner_jax.planning.axes import Axes
 from mtuner_jax.planning.costs import forecasts, timelines
 from mtuner_jax.planning.searching import search, static_plans
 from tests import small_plans
@@ -26,15 +27,19 @@ def best(budget_bytes):
 
 
 def test_settings_are_those_that_peers_offer():
-    assert list(static_plans.settings(MESH)) == [
+    assert list(static_plans.settings(Axes(data=MESH))) == [
         "fsdp",
         "zero2",
         "hsdp-1/4",
         "hsdp-1/2",
         "replicated",
     ]
-    assert list(static_plans.settings((2,))) == ["fsdp", "zero2", "replicated"]
-    assert list(static_plans.settings((1,))) == ["replicated"]
+    assert list(static_plans.settings(Axes(data=(2,)))) == [
+        "fsdp",
+        "zero2",
+        "replicated",
+    ]
+    assert list(static_plans.settings(Axes(data=(1,)))) == ["replicated"]
 
 
 def test_each_setting_is_priced_as_the_models_price_its_plan():

@@ -66,7 +66,7 @@ def best():
 @pytest.mark.parametrize("name", ["held", "saved", "tail", "mix", "tables"])
 def test_without_a_mechanism_no_plan_uses_it_or_is_faster(name, best):
     mechanism = mechanisms.ALL[name]
-    left = mechanisms.Without(mechanism, **PLACE).best(BUDGET_BYTES)
+    left = search.Searcher(**PLACE, allowed=mechanism.without).best(BUDGET_BYTES)
     assert left is not None
     assert mechanism.share(left.plan) == 0.0
     # Scores hold the price of further segments, so they compare; seconds may not.
@@ -88,7 +88,7 @@ def test_a_slow_link_makes_held_weights_worth_more():
             passes.step_s(searcher.best(BUDGET_BYTES).plan, WORKLOAD, machine)
             for searcher in (
                 search.Searcher(**place),
-                mechanisms.Without(mechanisms.ALL["held"], **place),
+                search.Searcher(**place, allowed=mechanisms.ALL["held"].without),
             )
         ]
         worths.append(seconds[1] / seconds[0])

@@ -4,19 +4,25 @@ import pathlib
 import pytest
 
 from mtuner_jax.planning.costs import passes
-from scripts import planning_inputs
-from scripts.benchmarks import predicted_gains
+from mtuner_jax.runs import requests
+from mtuner_jax.settings import cli
+from scripts.benchmarks import grids, predicted_gains
+from scripts.benchmarks.predicted_gains import GainsConfig
 
 DOCUMENT = pathlib.Path(__file__).resolve().parents[3] / predicted_gains.OUTPUT
 FLAGS = ["--models", "llama2-7b", "llama2-70b", "--max_lengths", "1024"]
+
+
+def grid(flags):
+    mesh = predicted_gains.MESH
+    return grids.inputs(cli.parse(flags, GainsConfig), mesh, hardware=mesh.name)
 
 
 @pytest.fixture(scope="module")
 def cells():
     """7B, which fits whole, and 70B, eight rows each."""
     flags = [*FLAGS, "--global_batch_sizes", "8"]
-    grid = predicted_gains.grid(predicted_gains.parse(flags))
-    return [predicted_gains.cell(inputs) for inputs in grid]
+    return [predicted_gains.compared(inputs) for inputs in grid(flags)]
 
 
 def test_gains_are_those_of_the_steps_and_cuts_those_of_their_communication(cells):
@@ -68,8 +74,7 @@ def test_it_is_printed_for_a_dash_and_bad_input_is_an_error(capsys):
 
 
 def test_a_plan_is_searched_for_the_papers_machine():
-    (inputs,) = predicted_gains.grid(
-        predicted_gains.parse([*FLAGS[:2], *FLAGS[3:], "--global_batch_sizes", "8"])
-    )
-    assert isinstance(inputs, planning_inputs.Inputs)
+    flags = [*FLAGS[:2], *FLAGS[3:], "--global_batch_sizes", "8"]
+    (inputs,) = grid(flags)
+    assert isinstance(inputs, requests.PlanningInputs)
     assert (inputs.hardware.name, inputs.mesh_sizes) == ("pcie8", (2, 2, 2))

@@ -35,7 +35,7 @@ def progress(tmp_path):
 
 
 def test_a_list_is_read_back_and_its_digest_tells_it_from_others(tmp_path):
-    (tmp_path / run_lists.FILE).write_text(run_lists.to_json(LIST))
+    (tmp_path / run_lists.FILE).write_text(run_lists.FORMAT.to_json(LIST))
     assert run_lists.read(tmp_path) == LIST
     other = dataclasses.replace(LIST, runs=(ONE,))
     assert other.digest != LIST.digest
@@ -46,8 +46,8 @@ def test_a_list_is_read_back_and_its_digest_tells_it_from_others(tmp_path):
     [
         ("{", "Expecting"),
         ('{"version": 0}', "version 0 is not 1"),
-        ('{"version": 1}', "'settings'"),
-        ("[]", "list"),
+        ('{"version": 1}', "misses the field .*settings"),
+        ("[]", "a JSON object, not list"),
     ],
 )
 def test_a_file_that_is_no_list_is_refused(text, message, tmp_path):

@@ -10,6 +10,7 @@ import pytest
 
 from mtuner_jax.configs import ConfigError
 from mtuner_jax.planning import plans
+from mtuner_jax.settings import programs
 from scripts.benchmarks import (
     peer_runs,
     run_lists,
@@ -89,7 +90,7 @@ def tiny(tmp_path):
             "1",
         ),
         *("--models", str(shape), "--max_lengths", "64", "--seconds", "0.01"),
-        *("--global_batch_sizes", "32", "--tail_rows"),
+        *("--global_batch_sizes", "32", "--tail_rows=[]"),
     )
     return folder, listed
 
@@ -179,7 +180,7 @@ def test_other_servers_can_be_planned_for(devices, mesh, hardware, tmp_path):
     listed = plan(
         tmp_path,
         *("--devices", str(devices), "--settings", "slow", "--max_lengths", "1024"),
-        *("--global_batch_sizes", "8", "--tail_rows", "--slow_hardware", hardware),
+        *("--global_batch_sizes", "8", "--tail_rows=[]", "--slow_hardware", hardware),
     )
     assert (listed.mesh, listed.settings[0].hardware) == (mesh, hardware)
 
@@ -239,7 +240,7 @@ def test_what_is_done_or_failed_is_left_alone(tiny, capsys):
 def test_a_process_that_does_not_start_is_told(tiny, capsys, monkeypatch):
     folder, listed = tiny
     monkeypatch.setenv("XLA_FLAGS", "--no_such_flag=1")
-    assert run(folder, "--seconds_left", "400") == server_runs.BAD_INPUT
+    assert run(folder, "--seconds_left", "400") == programs.BAD_INPUT
     assert "the process of setting slow ended with" in capsys.readouterr().err
     progress = run_records.read(listed, [folder / "results"])
     assert progress.left() == list(listed.runs)
@@ -301,7 +302,7 @@ def test_a_peer_that_hangs_is_cut_off(tiny):
 )
 def test_bad_input_is_told(flags, message, tiny, capsys):
     folder, _ = tiny
-    assert run(folder, *flags) == server_runs.BAD_INPUT
+    assert run(folder, *flags) == programs.BAD_INPUT
     assert f"error: {message}" in capsys.readouterr().err
 
 
@@ -317,7 +318,7 @@ def test_too_few_devices_are_told(planned, capsys, monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     if pathlib.Path("/dev/nvidia0").exists():
         pytest.skip("a machine with GPUs")
-    assert run(folder, "--seconds_left", "90") == server_runs.BAD_INPUT
+    assert run(folder, "--seconds_left", "90") == programs.BAD_INPUT
     assert "error: platform=gpu" in capsys.readouterr().err
 
 
@@ -325,7 +326,7 @@ def test_results_of_another_list_are_refused(tiny, planned, capsys):
     folder, listed = tiny
     _, other = planned
     write(folder, other, listed.runs[0], run_records.Event.STARTED)
-    assert run(folder, "--seconds_left", "90") == server_runs.BAD_INPUT
+    assert run(folder, "--seconds_left", "90") == programs.BAD_INPUT
     error = capsys.readouterr().err
     assert f"results of list {other.digest}, this one is {listed.digest}" in error
 
@@ -338,10 +339,10 @@ def test_plans_that_cannot_be_are_refused(tmp_path, capsys):
     )
     for flags, message in wrong:
         arguments = ["plan", "--folder", str(tmp_path), "--devices", "2", *flags]
-        assert server_runs.main(arguments) == server_runs.BAD_INPUT
+        assert server_runs.main(arguments) == programs.BAD_INPUT
         assert message in capsys.readouterr().err
 
 
 def test_a_folder_without_a_list_says_what_makes_one(tmp_path, capsys):
-    assert run(tmp_path, "--seconds_left", "90") == server_runs.BAD_INPUT
+    assert run(tmp_path, "--seconds_left", "90") == programs.BAD_INPUT
     assert "make it with `server_runs.py plan`" in capsys.readouterr().err

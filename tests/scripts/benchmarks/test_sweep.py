@@ -6,6 +6,7 @@ from mtuner_jax.configs import ConfigError
 from mtuner_jax.hardware import machines
 from mtuner_jax.planning import plans
 from mtuner_jax.planning.costs import forecasts, passes
+from mtuner_jax.settings import programs
 from scripts.benchmarks import phase_plots, sweep
 
 GRID = {
@@ -115,17 +116,17 @@ def test_links_are_scaled_by_the_slowest():
     ],
 )
 def test_grids_that_cannot_be_are_refused(changed, message, tmp_path, capsys):
-    assert sweep.main(arguments(tmp_path, **changed)) == sweep.BAD_INPUT
+    assert sweep.main(arguments(tmp_path, **changed)) == programs.BAD_INPUT
     with pytest.raises(ConfigError, match=message):
         list(sweep.panels(sweep.parse(arguments(tmp_path, **changed))))
     assert capsys.readouterr().err.startswith("error: ")
 
 
 def test_nothing_is_drawn_of_nothing(tmp_path, capsys):
-    assert sweep.main(["--draw_only", "--output", str(tmp_path)]) == sweep.BAD_INPUT
+    assert sweep.main(["--draw_only", "--output", str(tmp_path)]) == programs.BAD_INPUT
     assert "cells.jsonl: no such file" in capsys.readouterr().err
 
 
 def test_quick_keeps_what_was_given():
     grid = sweep.parse(["--quick", "--links", "3"])
-    assert (grid.links, grid.models) == ([3.0], sweep.QUICK["models"])
+    assert (grid.links, grid.models) == ((3.0,), sweep.QuickConfig().models)

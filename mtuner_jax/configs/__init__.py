@@ -1,0 +1,24 @@
+"""What a run is asked to do, as frozen dataclasses that check themselves.
+
+Names are the ones users know from Hugging Face (`learning_rate`, `max_steps`) and
+PEFT (`lora.r`, `lora.lora_alpha`). `settings.cli` parses YAML and flags into them;
+nothing below ever sees a dict or a string flag.
+"""
+
+from mtuner_jax.configs.adapters import LoraConfig
+from mtuner_jax.configs.datasets import DatasetConfig, OnBadSample, Overlong, TrainOn
+from mtuner_jax.configs.errors import ConfigError
+from mtuner_jax.configs.optimizers import OptimizerConfig
+from mtuner_jax.configs.runs import Platform, RunConfig
+
+__all__ = [
+    "ConfigError",
+    "DatasetConfig",
+    "LoraConfig",
+    "OnBadSample",
+    "OptimizerConfig",
+    "Overlong",
+    "Platform",
+    "RunConfig",
+    "TrainOn",
+]

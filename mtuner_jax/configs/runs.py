@@ -1,0 +1,138 @@
+"""A training run."""
+
+import dataclasses
+import enum
+
+from mtuner_jax.configs import errors
+from mtuner_jax.configs.adapters import LoraConfig
+from mtuner_jax.configs.datasets import DatasetConfig
+from mtuner_jax.configs.optimizers import OptimizerConfig
+
+
+class Platform(enum.StrEnum):
+    """Where the run executes: found by itself, or asked for."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    GPU = "gpu"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig(OptimizerConfig):
+    """One training run.
+
+    Attributes:
+      model: Local Hugging Face folder, GGUF file or hub id; empty for the
+        default model.
+      random_init: Random weights of the model's shape instead of its own.
+      mesh: Preset (`pcie8`, `nvlink8`, ...), `auto`, or sizes such as `2x2x2`.
+      platform: Where to run; `auto` finds out.
+      dtype: `auto` (bfloat16 on GPUs, float32 on CPUs), `float32`, `bfloat16`.
+      attention: `auto`, `xla` or `cudnn`.
+      plan: `auto` (the fastest that fits), `fsdp` (nothing kept), `replicated`, or a
+        plan's JSON file.
+      hardware: Machine whose figures `auto` plans for: a preset, a file that
+        scripts/calibrate.py wrote, or `auto`.
+      memory_budget: GiB per device that a compiled step may take; 0 for XLA's pool
+        less the hardware's reserve.
+      strict_plan: Stop where a plan needs more memory than the budget, instead of
+        planning again.
+      verify_plan: On CPUs, compile the step for the GPUs that it is planned for, if
+        the wheels for it are installed; GPU runs always check what they compile.
+      output_dir: Folder of the run: log, metrics, checkpoints, adapter.
+      gradient_checkpointing: Keep only layer inputs for the backward pass and redo
+        the rest; less memory, more computation. For `fsdp` and `replicated`; other
+        plans decide themselves.
+      profile_guided: On several GPUs, compile the step again after measuring it.
+      max_length: Tokens in a row.
+      packing: Several samples in a row, best fit, without seeing each other.
+      val_size: Held-out share (below 1) or number of samples; 0 for none.
+      eval_dataset: JSONL to evaluate on instead of a held-out part.
+      per_device_train_batch_size: Rows that a device runs at once.
+      gradient_accumulation_steps: Such batches in an optimizer step.
+      global_batch_size: Rows in an optimizer step; 0 means
+        per_device_train_batch_size x gradient_accumulation_steps x devices.
+      num_train_epochs: Passes over the data, if `max_steps` is 0.
+      max_steps: Optimizer steps; 0 means `num_train_epochs` decides.
+      logging_steps: Optimizer steps between console lines.
+      save_steps: Optimizer steps between checkpoints; 0 saves at the end only.
+      save_total_limit: Checkpoints to keep, the newest ones.
+      eval_steps: Optimizer steps between evaluations; 0 evaluates at the end only.
+      max_eval_batches: Batches of an evaluation; 0 means all.
+      eval_on_start: Evaluate before the first step, too.
+      resume_from_checkpoint: `auto` or `latest`, `none`, or a checkpoint's folder.
+      report_to: `tensorboard` or `none`; metrics.jsonl is always written.
+      plot_loss: Write training_loss.png at the end.
+      deterministic: On GPUs, slower kernels that repeat bit for bit.
+      seed: Of data order, adapters and dropout.
+    """
+
+    model: str = ""
+    random_init: bool = False
+    mesh: str = "auto"
+    platform: Platform = Platform.AUTO
+    dtype: str = "auto"
+    attention: str = "auto"
+    plan: str = "auto"
+    hardware: str = "auto"
+    memory_budget: float = 0.0
+    strict_plan: bool = False
+    verify_plan: bool = True
+    gradient_checkpointing: bool = False
+    profile_guided: bool = True
+    output_dir: str = "runs/default"
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
+    dataset: DatasetConfig = dataclasses.field(default_factory=DatasetConfig)
+    max_length: int = 1024
+    packing: bool = True
+    val_size: float = 0.0
+    eval_dataset: tuple[str, ...] = ()
+    per_device_train_batch_size: int = 1
+    gradient_accumulation_steps: int = 1
+    global_batch_size: int = 0
+    num_train_epochs: float = 1.0
+    max_steps: int = 0
+    logging_steps: int = 1
+    save_steps: int = 0
+    save_total_limit: int = 3
+    eval_steps: int = 0
+    max_eval_batches: int = 0
+    eval_on_start: bool = False
+    resume_from_checkpoint: str = "auto"
+    report_to: str = "tensorboard"
+    plot_loss: bool = True
+    deterministic: bool = False
+    seed: int = 42
+
+    def __post_init__(self):
+        super().__post_init__()
+        errors.at_least_one(
+            self,
+            "max_length",
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
+            "logging_steps",
+            "save_total_limit",
+        )
+        errors.not_negative(
+            self,
+            "global_batch_size",
+            "max_steps",
+            "save_steps",
+            "eval_steps",
+            "max_eval_batches",
+            "val_size",
+            "memory_budget",
+        )
+        errors.require(
+            self.max_steps > 0 or self.num_train_epochs > 0,
+            f"max_steps={self.max_steps} and num_train_epochs={self.num_train_epochs}: "
+            "one of them must be above 0",
+        )
+        errors.one_of(self, "dtype", ("auto", "float32", "bfloat16"))
+        errors.one_of(self, "attention", ("auto", "xla", "cudnn"))
+        errors.one_of(self, "report_to", ("tensorboard", "none"))
+        errors.require(
+            not (self.eval_dataset and self.val_size),
+            "eval_dataset and val_size are both set; choose one",
+        )

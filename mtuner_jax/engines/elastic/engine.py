@@ -1,0 +1,194 @@
+"""The elastic engine: a plan's compiled step with the weights and arenas it holds."""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from mtuner_jax.adapters import lora
+from mtuner_jax.engines import compiling, profile_guided
+from mtuner_jax.engines.elastic import steps
+from mtuner_jax.engines.elastic.step_specs import StepSpec
+from mtuner_jax.ops.cross_entropy.operands import TokenLoss
+from mtuner_jax.protocols.states import Batch, Params, StepMetrics, TrainState
+from mtuner_jax.weights import layouts
+
+
+class StepArguments(NamedTuple):
+    """A step's inputs as `jax.ShapeDtypeStruct` with shardings."""
+
+    state: TrainState
+    weights: Params
+    batch: Batch
+    arenas: steps.Arenas
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class ElasticEngine:
+    """Trains LoRA adapters with one plan (`protocols.engines.Engine`).
+
+    Attributes:
+      spec: What its programs are built from.
+      optimizer: Of the adapters.
+      max_length: Tokens in a row (T).
+      load_weights: Reads or makes the frozen weights in their shardings.
+      compiler_options: Of the training step, beside those the plan implies.
+      profile_directory: Where profiles for guided compilation are kept; None
+        switches profiling off.
+      weights: The frozen weights; None while they are not loaded.
+      arenas: What a step hands on to the next one.
+    """
+
+    spec: StepSpec
+    optimizer: optax.GradientTransformation
+    max_length: int
+    load_weights: Callable[[], Params]
+    compiler_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    profile_directory: pathlib.Path | None = None
+    weights: Params | None = None
+    arenas: steps.Arenas = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def step(self) -> profile_guided.GuidedStep:
+        """(state, weights, batch, arenas) -> (state, StepMetrics, arenas)."""
+        return profile_guided.GuidedStep(
+            steps.build_train(self.spec, self.optimizer),
+            compiler_options=self._options | self.compiler_options,
+            profile_directory=self.profile_directory,
+        )
+
+    @property
+    def program(self) -> jax.stages.Compiled | None:
+        """The compiled training step, once there is one."""
+        return self.step.compiled
+
+    @property
+    def devices(self) -> Sequence[jax.Device]:
+        """Those of this process."""
+        return self.spec.mesh.local_devices
+
+    @property
+    def device_rows(self) -> int:
+        """Rows of a microbatch."""
+        return self.spec.plan.microbatch
+
+    def load(self) -> None:
+        """Loads the weights and gathers what the arenas keep."""
+        if self.weights is None:
+            self.weights = self.load_weights()
+            self.arenas = steps.init_arenas(
+                self.spec, self.weights, max_length=self.max_length
+            )
+
+    def release(self) -> None:
+        """Frees weights and arenas."""
+        self.weights, self.arenas = None, {}
+
+    def init(self) -> TrainState:
+        """Fresh adapters and moments."""
+        return steps.init_state(self.spec, self.optimizer)
+
+    def abstract_state(self) -> TrainState:
+        """Shapes, dtypes and shardings of the state."""
+        return abstract_state(self.spec, self.optimizer)
+
+    def train(self, state: TrainState, rows: Batch) -> tuple[TrainState, StepMetrics]:
+        """One optimizer step on a global batch [B, T]; `state` is donated."""
+        state, metrics, self.arenas = self.step(
+            state, self.weights, self.put(rows), self.arenas
+        )
+        return state, metrics
+
+    def evaluate(self, state: TrainState, rows: Batch) -> TokenLoss:
+        """Sums over a batch [B, T], on their way."""
+        return self._evaluation(state.adapters, self.weights, self.put(rows))
+
+    def export(self, state: TrainState) -> Params:
+        """{module: {"lora_a": [L, D, R], "lora_b": [L, R, F]}} on the host."""
+        return jax.device_get(state.adapters)
+
+    def compiled_bytes(self) -> int:
+        """XLA's buffer assignment of the training step, per device."""
+        return compiling.compiled_bytes(self.program or self.compile()).total
+
+    def compile(self) -> jax.stages.Compiled:
+        """Compiles the training step; nothing has to be loaded for it."""
+        return self.step.compile(
+            *abstract_arguments(
+                self.spec,
+                self.optimizer,
+                max_length=self.max_length,
+                dtype=jnp.dtype(self.spec.plan.weight_dtype),
+            )
+        )
+
+    def put(self, rows: Batch) -> Batch:
+        """A global batch [B, T] on the devices, cut as the plan runs it."""
+        return steps.put(steps.cut(rows, self.spec.plan), self.spec.mesh)
+
+    @functools.cached_property
+    def _evaluation(self) -> Any:
+        return steps.build_eval(self.spec, compiler_options=self._options)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        on_gpu = self.spec.mesh.devices.flat[0].platform != "cpu"
+        return compiling.options(
+            on_gpu=on_gpu, merge_gathers=self.spec.plan.merge_gathers
+        )
+
+
+def abstract_state(
+    spec: StepSpec, optimizer: optax.GradientTransformation
+) -> TrainState:
+    """Shapes, dtypes and shardings of what `steps.init_state` returns."""
+
+    def init() -> TrainState:
+        adapters = lora.init(spec.adapters, jax.random.key(0))
+        return TrainState(adapters, optimizer.init(adapters), jnp.int32(0))
+
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=sharding
+        ),
+        jax.eval_shape(init),
+        steps.state_shardings(spec, optimizer),
+    )
+
+
+def abstract_arguments(
+    spec: StepSpec,
+    optimizer: optax.GradientTransformation,
+    *,
+    max_length: int,
+    dtype: Any,
+) -> StepArguments:
+    """The inputs of `steps.build_train`, without allocating any.
+
+    Args:
+      spec: The step.
+      optimizer: Its optimizer.
+      max_length: Tokens in a row (T).
+      dtype: Of the frozen weights.
+    """
+    plan, mesh = spec.plan, spec.mesh
+    shape = (plan.accumulation, plan.num_devices * plan.microbatch, max_length)
+    rows = steps.rows_sharding(mesh)
+    batch: Any = {
+        name: jax.ShapeDtypeStruct(
+            shape, np.float32 if name == "weights" else np.int32, sharding=rows
+        )
+        for name in Batch._fields
+    }
+    return StepArguments(
+        state=abstract_state(spec, optimizer),
+        weights=layouts.layout(spec.model, plan, mesh, dtype=dtype),
+        batch=Batch(**batch),
+        arenas=steps.abstract_arenas(spec, max_length=max_length),
+    )

@@ -1,0 +1,1 @@
+"""Causal attention within documents; `api` chooses, each back end is one file."""

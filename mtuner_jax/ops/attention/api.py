@@ -1,0 +1,175 @@
+"""Causal grouped-query attention that never lets one document see another.
+
+Each back end returns the output and its softmax statistics, so that a plan can save
+the two and skip attention's forward run in the backward pass.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from mtuner_jax.configs import ConfigError
+from mtuner_jax.ops.attention import cudnn, reference
+from mtuner_jax.ops.attention.operands import Attended, Qkv, Residuals
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackEnd:
+    """One implementation of attention and where it may be used.
+
+    Attributes:
+      forward: (qkv, segment_ids_BT, *, window) -> attended.
+      backward: (residuals, gradient of the output, *, window) -> gradients; it runs
+        no forward.
+      on_gpu_only: Whether it runs on GPUs alone.
+      packed_rows: Whether it keeps the documents of a row apart; one that does not
+        takes rows of one document, padded at the end.
+      dtypes: Names of the dtypes that it takes; empty means all floats.
+    """
+
+    forward: Callable[..., Attended]
+    backward: Callable[..., Qkv]
+    on_gpu_only: bool = False
+    packed_rows: bool = True
+    dtypes: tuple[str, ...] = ()
+
+    def obstacle(self, *, on_gpu: bool, packing: bool, dtype: str) -> str:
+        """Says what is in the way of using it, and what to change; empty if nothing."""
+        if packing and not self.packed_rows:
+            return "packing=true (it ignores document borders); set packing=false"
+        if self.on_gpu_only and not on_gpu:
+            return "no GPU; set attention=xla"
+        if self.dtypes and dtype not in self.dtypes:
+            return f"dtype={dtype}; set dtype={' or '.join(self.dtypes)}"
+        return ""
+
+
+# The fastest first: `auto` takes the first one that nothing is in the way of. Plans and
+# the planner's constants fitted to XLA's buffers are keyed by these names.
+BACK_ENDS = {
+    "cudnn": BackEnd(
+        forward=cudnn.forward,
+        backward=cudnn.backward,
+        on_gpu_only=True,
+        packed_rows=False,
+        dtypes=("bfloat16",),
+    ),
+    "xla": BackEnd(forward=reference.forward, backward=reference.backward),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spec:
+    """Which attention runs.
+
+    Attributes:
+      implementation: A key of `BACK_ENDS`.
+      window: Tokens a position may look back over, itself included; 0 means all.
+    """
+
+    implementation: str = "xla"
+    window: int = 0
+
+    @property
+    def back_end(self) -> BackEnd:
+        """The row of the table."""
+        return BACK_ENDS[self.implementation]
+
+
+def choose(requested: str, *, on_gpu: bool, packing: bool, dtype: str) -> str:
+    """Resolves `attention: auto` and refuses what would leak or cannot run.
+
+    Args:
+      requested: `auto` or a key of `BACK_ENDS`.
+      on_gpu: Whether the step runs on GPUs.
+      packing: Whether a row may hold several documents.
+      dtype: Name of the activations' dtype.
+
+    Returns:
+      A key of `BACK_ENDS`.
+
+    Raises:
+      ConfigError: The back end asked for cannot be used here; says why.
+    """
+    obstacles = {
+        name: back_end.obstacle(on_gpu=on_gpu, packing=packing, dtype=dtype)
+        for name, back_end in BACK_ENDS.items()
+    }
+    if requested == "auto":
+        return next(name for name, obstacle in obstacles.items() if not obstacle)
+    if obstacles[requested]:
+        raise ConfigError(
+            f"attention={requested} cannot be used with {obstacles[requested]}"
+        )
+    return requested
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def attend(qkv: Qkv, segment_ids_BT: jax.Array, spec: Spec) -> Attended:
+    """Attention within documents.
+
+    Args:
+      qkv: Queries [B, T, N, H], keys and values [B, T, K, H].
+      segment_ids_BT: The document of each token, int32 [B, T].
+      spec: Which attention.
+
+    Returns:
+      The output [B, T, N, H], and statistics for `attend_saved`.
+    """
+    return spec.back_end.forward(qkv, segment_ids_BT, window=spec.window)
+
+
+def _attend_fwd(
+    qkv: Qkv, segment_ids_BT: jax.Array, spec: Spec
+) -> tuple[Attended, Residuals]:
+    attended = spec.back_end.forward(qkv, segment_ids_BT, window=spec.window)
+    return attended, Residuals(qkv, segment_ids_BT, attended)
+
+
+def _attend_bwd(
+    spec: Spec, residuals: Residuals, cotangent: Attended
+) -> tuple[Qkv, None]:
+    backward = spec.back_end.backward
+    return backward(residuals, cotangent.out_BTNH, window=spec.window), None
+
+
+attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def attend_saved(
+    qkv: Qkv, segment_ids_BT: jax.Array, saved: Attended, spec: Spec
+) -> jax.Array:
+    """Has the value of a saved output and attention's gradient; runs nothing.
+
+    Args:
+      qkv: The input that `attend` was given.
+      segment_ids_BT: The document of each token, int32 [B, T].
+      saved: What `attend` returned.
+      spec: Which attention it was.
+
+    Returns:
+      [B, T, N, H].
+    """
+    del qkv, segment_ids_BT, spec
+    return saved.out_BTNH
+
+
+def _attend_saved_fwd(
+    qkv: Qkv, segment_ids_BT: jax.Array, saved: Attended, spec: Spec
+) -> tuple[jax.Array, Residuals]:
+    del spec
+    return saved.out_BTNH, Residuals(qkv, segment_ids_BT, saved)
+
+
+def _attend_saved_bwd(
+    spec: Spec, residuals: Residuals, cotangent_BTNH: jax.Array
+) -> tuple[Qkv, None, Attended]:
+    d_qkv = spec.back_end.backward(residuals, cotangent_BTNH, window=spec.window)
+    return d_qkv, None, jax.tree.map(jnp.zeros_like, residuals.attended)
+
+
+attend_saved.defvjp(_attend_saved_fwd, _attend_saved_bwd)

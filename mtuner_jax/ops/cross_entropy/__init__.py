@@ -1,0 +1,1 @@
+"""Next-token cross-entropy; `api` dispatches, each back end is one file."""

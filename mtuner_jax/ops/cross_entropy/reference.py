@@ -1,0 +1,106 @@
+"""Cross-entropy in plain JAX: any dtype, any device.
+
+It goes a chunk of tokens at a time; the logits of a chunk are computed once and
+dropped, as in Liger's fused linear cross-entropy (Hsu et al., 2024). Tokens without
+loss are put last, and chunks of them alone are skipped. Letters: S tokens, D model, V
+vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mtuner_jax.numbers import chunking
+from mtuner_jax.ops.cross_entropy.operands import Tokens
+
+
+def cross_entropy(
+    x_SD: jax.Array, table_VD: jax.Array, targets_S: jax.Array, weights_S: jax.Array
+) -> jax.Array:
+    """Weighted sum of -log p(target) over S tokens; materialises [S, V] logits.
+
+    Tokens of weight 0 add exactly 0, whatever their target.
+
+    Args:
+      x_SD: Token vectors, [S, D].
+      table_VD: The output table, [V, D].
+      targets_S: The token to be predicted at each place, int32 [S].
+      weights_S: What each token's loss counts, [S].
+
+    Returns:
+      Scalar sum in at least float32.
+    """
+    wide = np.promote_types(x_SD.dtype, jnp.float32)
+    logits_SV = jnp.einsum("sd,vd->sv", x_SD, table_VD, preferred_element_type=wide)
+    normaliser_S = jax.nn.logsumexp(logits_SV, axis=-1)
+    columns = jnp.arange(logits_SV.shape[-1], dtype=targets_S.dtype)
+    picked = jnp.where(columns[None, :] == targets_S[:, None], logits_SV, 0)
+    loss_S = normaliser_S - picked.sum(axis=-1)
+    return jnp.sum(loss_S * weights_S.astype(wide))
+
+
+def value(
+    tokens: Tokens, table_VD: jax.Array, *, limit_bytes: int = chunking.LOGIT_BYTES
+) -> jax.Array:
+    """As `api.value`; beside its input it holds one chunk's logits, `limit_bytes`."""
+    order_S = _trained_first(tokens)
+    chunks = _chunks(tokens, order_S, num_rows=len(table_VD), limit_bytes=limit_bytes)
+
+    def trained(chunk: Tokens) -> jax.Array:
+        x_SD, targets_S, weights_S = chunk
+        return cross_entropy(x_SD, table_VD, targets_S, weights_S)
+
+    return _over_chunks(trained, chunks).sum()
+
+
+def value_and_grad(
+    tokens: Tokens, table_VD: jax.Array, *, limit_bytes: int = chunking.LOGIT_BYTES
+) -> tuple[jax.Array, jax.Array]:
+    """As `api.value_and_grad`, [S, D]; beside its input it holds as much as `value`."""
+    order_S = _trained_first(tokens)
+    chunks = _chunks(tokens, order_S, num_rows=len(table_VD), limit_bytes=limit_bytes)
+
+    def trained(chunk: Tokens) -> tuple[jax.Array, jax.Array]:
+        x_SD, targets_S, weights_S = chunk
+        return jax.value_and_grad(cross_entropy)(x_SD, table_VD, targets_S, weights_S)
+
+    sums, dx = _over_chunks(trained, chunks)
+    dx_SD = jnp.take(dx.reshape(tokens.x_SD.shape), jnp.argsort(order_S), axis=0)
+    return sums.sum(), dx_SD
+
+
+def _trained_first(tokens: Tokens) -> jax.Array:
+    """An order of the tokens in which those with loss come first, [S]."""
+    return jnp.argsort(tokens.weights_S == 0, stable=True)
+
+
+def _chunks(
+    tokens: Tokens, order_S: jax.Array, *, num_rows: int, limit_bytes: int
+) -> Tokens:
+    """Fields [chunks, S / chunks, ...]: a chunk's logits are within `limit_bytes`."""
+    size = chunking.loss_tokens(len(order_S), num_rows, limit_bytes=limit_bytes)
+    return jax.tree.map(
+        lambda x: jnp.take(x, order_S, axis=0).reshape(-1, size, *x.shape[1:]), tokens
+    )
+
+
+def _over_chunks(trained: Callable[[Tokens], Any], chunks: Tokens) -> Any:
+    """Scans `trained` over chunks; one whose weights are all 0 is not computed."""
+
+    def skipped(chunk: Tokens) -> Any:
+        # A constant 0 would not vary over the mesh, which shard_map's check of both
+        # branches asks for.
+        zero = chunk.weights_S.sum()
+        return jax.tree.map(
+            lambda result: jnp.broadcast_to(zero, result.shape).astype(result.dtype),
+            jax.eval_shape(trained, chunk),
+        )
+
+    def body(carry: None, chunk: Tokens) -> tuple[None, Any]:
+        has_loss = jnp.any(chunk.weights_S != 0)
+        return carry, jax.lax.cond(has_loss, trained, skipped, chunk)
+
+    return jax.lax.scan(body, None, chunks)[1]

@@ -1,0 +1,67 @@
+"""What runs need to know of a model family; `models` implements it, scripts pass it in.
+
+A family makes shapes of names and Hugging Face configs; a shape makes the decoder.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from mtuner_jax.protocols.decoders import Decoder
+from mtuner_jax.weights import sources
+
+
+class ModelShape(Protocol):
+    """A model's sizes, before any weight is read."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers in the stack (L)."""
+        ...
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads (N)."""
+        ...
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key and value heads (K)."""
+        ...
+
+    @property
+    def head_dim(self) -> int:
+        """Features of a head (H)."""
+        ...
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the whole model."""
+        ...
+
+    def with_layers(self, num_layers: int) -> "ModelShape":
+        """The same model with another number of layers."""
+        ...
+
+    def decoder(self, *, attention: str) -> Decoder:
+        """The decoder; attention is computed by `xla` or `cudnn`."""
+        ...
+
+    def tensors(self) -> Sequence[sources.HfName]:
+        """Every tensor of a Hugging Face checkpoint, and where it goes."""
+        ...
+
+
+class Family(Protocol):
+    """Models that one decoder represents."""
+
+    def named(self) -> Mapping[str, ModelShape]:
+        """Well-known shapes by name, for plans and benchmarks without a checkpoint."""
+        ...
+
+    def from_hf(self, hf: Mapping[str, Any]) -> ModelShape:
+        """The shape that a Hugging Face `config.json` describes.
+
+        Raises:
+          ValueError: A model that the decoder cannot represent.
+        """
+        ...

@@ -1,0 +1,255 @@
+"""Plans a step for a machine that need not be there: priced, written, verified."""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import pynvml
+
+from mtuner_jax.configs import ConfigError, LoraConfig, OptimizerConfig, Platform
+from mtuner_jax.devices import detection, meshes, platforms
+from mtuner_jax.engines.elastic.step_specs import StepSpec
+from mtuner_jax.inspection import compile_only
+from mtuner_jax.ops.attention import api as attention
+from mtuner_jax.planning import plans, reports
+from mtuner_jax.plots import plan_pictures, plan_plots
+from mtuner_jax.runs import opening, planned, pricing, requests
+from mtuner_jax.runs.families import Family
+from mtuner_jax.training import optimizers
+
+_CUDNN_WHEELS = "nvidia-cudnn-cu12 nvidia-cuda-runtime-cu12 nvidia-cuda-nvrtc-cu12"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """A step to be planned; settings have the names they have in train.py.
+
+    Attributes:
+      model: Shape by name (`llama2-70b`), local Hugging Face folder or GGUF file;
+        empty for train.py's default model. No weight is read.
+      mesh: Preset (`pcie8`, `nvlink8`, ...), `auto`, or sizes such as `2x2x2`.
+      hardware: Figures of a machine: a preset's name, a calibrated name, a JSON file,
+        or `auto` for those of the mesh, or of the GPUs found here.
+      max_length: Tokens in a row.
+      global_batch_size: Rows in an optimizer step; 0 means one for each device.
+      memory_budget: GiB per device that the compiled step may take; 0 for the pool of
+        XLA's allocator less a reserve.
+      lora: The adapters.
+      dtype: `bfloat16` or `float32`, of frozen weights and activations.
+      attention: `auto` (cuDNN unless rows are packed), `xla` or `cudnn`.
+      packing: Whether rows hold several samples, which cuDNN attention cannot do.
+      plan: `auto` searches; a plan's JSON file is priced instead.
+      output: Where to write the plan for `train.py --plan`; empty for nowhere.
+      json: Where to write plan, price and comparisons; `-` prints them instead of the
+        tables.
+      plot: PNG to draw: memory over the step, ratios of the layers, the two streams.
+      verify: Compile the step for the machine's GPUs, which need not be there, and
+        compare what XLA allocates with what was predicted.
+    """
+
+    model: str = ""
+    mesh: str = "auto"
+    hardware: str = "auto"
+    max_length: int = 1024
+    global_batch_size: int = 0
+    memory_budget: float = 0.0
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
+    dtype: str = "bfloat16"
+    attention: str = "auto"
+    packing: bool = False
+    plan: str = "auto"
+    output: str = ""
+    json: str = ""
+    plot: str = ""
+    verify: bool = False
+
+    def __post_init__(self):
+        for name in ("global_batch_size", "memory_budget"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)}: at least 0")
+        if self.plan != "auto" and not self.plan.endswith(".json"):
+            raise ConfigError(
+                f"plan={self.plan!r}: auto, or a plan's .json file; what the static "
+                "plans cost is always part of the table"
+            )
+        if self.attention not in ("auto", "xla", "cudnn"):
+            raise ConfigError(f"attention={self.attention!r}: auto, xla or cudnn")
+
+
+def plan(config: PlanConfig, family: Family, *, say: Callable[[str], None]) -> bool:
+    """Plans or prices a step, tells it, writes and verifies what was asked for.
+
+    Args:
+      config: The step, and what to do with its plan.
+      family: Of the model.
+      say: Takes text to be shown.
+
+    Returns:
+      Whether the plan fits: the compiled step if it is verified, else the forecast.
+
+    Raises:
+      ConfigError: Something that was asked for cannot be, or no plan fits.
+    """
+    request = _request(config)
+    model = requests.resolve(opening.shape(family, config.model), request)
+    inputs = requests.priced(model.workload, request)
+    if config.verify:
+        _prepare_verify(inputs.hardware.device, request.attention)
+    show = (lambda text: None) if config.json == "-" else say
+
+    def build(report: reports.Report) -> reports.Compiled | None:
+        show(reports.text(report))
+        compiled = _compile(config, model, report) if config.verify else None
+        if compiled:
+            show("\n" + reports.compiled_text(compiled, report))
+        return compiled
+
+    if config.plan == "auto":
+        planner = planned.Planner(inputs)
+        planner.fastest()
+        compiled, _ = planner.settle(
+            build,
+            over_bytes=lambda done: (
+                done.total_bytes - inputs.budget_bytes if done else 0
+            ),
+            tell=lambda _: show(
+                "\nplanned again with that much less, as train.py does\n"
+            ),
+        )
+        report = planner.report
+    else:
+        given = pricing.read_plan(config.plan, inputs.workload, inputs.mesh_sizes)
+        report = pricing.compared(pricing.price(given, inputs))
+        compiled = build(report)
+    return _finish(config, report, compiled, say=say)
+
+
+def _finish(
+    config: PlanConfig,
+    report: reports.Report,
+    compiled: reports.Compiled | None,
+    *,
+    say: Callable[[str], None],
+) -> bool:
+    """Writes what was asked for; whether the plan fits."""
+    if config.output:
+        _write(config.output, plans.to_json(report.plan), say)
+    if config.plot:
+        _draw(pathlib.Path(config.plot), report)
+    data, fits = reports.to_data(report), report.fits
+    if compiled is not None:
+        data["compiled"] = dataclasses.asdict(compiled)
+        fits = compiled.total_bytes <= report.budget_bytes
+    if config.json:
+        _write(config.json, json.dumps(data, sort_keys=True, indent=1) + "\n", say)
+    return fits
+
+
+def _draw(path: pathlib.Path, report: reports.Report) -> None:
+    """Memory over the step, ratios of the layers and streams, as a PNG."""
+    plan_plots.write(
+        path,
+        plan_pictures.picture(report.plan, report.timeline),
+        title=plan_pictures.headline(
+            report.workload.model, report.plan, report.timeline
+        ),
+        limits={
+            "budget": report.budget_bytes,
+            "allocated": report.forecast.total_bytes,
+        },
+    )
+
+
+def _write(name: str, text: str, say: Callable[[str], None]) -> None:
+    """To a file, or to the standard output for `-`."""
+    if name == "-":
+        say(text.removesuffix("\n"))
+    else:
+        pathlib.Path(name).write_text(text, encoding="utf-8")
+
+
+def _request(config: PlanConfig) -> requests.StepRequest:
+    """The step that the settings ask for; GPUs of this machine count for `auto`."""
+    found = detection.look()
+    here = 0 if platforms.runs_on_cpu(Platform.AUTO, found) else found.num_visible
+    mesh = meshes.parse(config.mesh, num_devices=here)
+    return requests.StepRequest(
+        name=config.model or "SmolLM2-135M-Instruct",
+        mesh=mesh,
+        global_batch_size=config.global_batch_size or mesh.num_devices,
+        max_length=config.max_length,
+        lora=config.lora,
+        dtype=config.dtype,
+        attention=attention.choose(
+            config.attention, on_gpu=True, packing=config.packing, dtype=config.dtype
+        ),
+        hardware=config.hardware,
+        memory_budget=config.memory_budget,
+        device_kind=_card_name() if here and mesh.name not in meshes.PRESETS else "",
+    )
+
+
+def _card_name() -> str:
+    """What the driver calls the first GPU, as JAX would; JAX is not started.
+
+    Raises:
+      ConfigError: The driver cannot be asked.
+    """
+    try:
+        pynvml.nvmlInit()
+        name = pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0))
+        pynvml.nvmlShutdown()
+    except pynvml.NVMLError as error:
+        raise ConfigError(
+            f"hardware=auto: the driver does not say which GPUs these are ({error}); "
+            "give --hardware, or --mesh one of the presets"
+        ) from error
+    return name if isinstance(name, str) else name.decode()
+
+
+def _prepare_verify(device: str, implementation: str) -> None:
+    """Makes sure that a step can be compiled for a card, before it takes any time.
+
+    Raises:
+      ConfigError: A card that XLA was not told about, or wheels that are missing.
+    """
+    compile_only.target_of(device)
+    platforms.prepare_cpu(1)
+    reason = compile_only.unavailable_reason()
+    if reason:
+        raise ConfigError(f"verify: {reason}")
+    if implementation == "cudnn" and not compile_only.has_cudnn():
+        raise ConfigError(
+            "verify: tracing cuDNN attention asks the library for its version; pip "
+            f"install --no-deps {_CUDNN_WHEELS}, or --attention xla"
+        )
+
+
+def _compile(
+    config: PlanConfig, model: requests.ResolvedModel, report: reports.Report
+) -> reports.Compiled:
+    """Compiles the plan's step for the machine's GPUs without having them."""
+    target = compile_only.target_of(report.hardware.device)
+    spec = StepSpec(
+        model=model.decoder,
+        plan=report.plan,
+        mesh=compile_only.topology_mesh(target, report.plan.mesh_sizes),
+        adapters=model.adapters,
+        dropout_rate=config.lora.lora_dropout,
+    )
+    result = compile_only.compile_train(
+        spec,
+        optimizers.adamw(OptimizerConfig(), lambda step: 1e-4),
+        max_length=config.max_length,
+        dtype=jnp.dtype(report.plan.weight_dtype),
+    )
+    return reports.Compiled(
+        device=target.device,
+        inputs=result.allocated.arguments,
+        outputs=result.allocated.outputs,
+        temporaries=result.allocated.temporaries,
+        cudnn_workspace=result.cudnn_workspace_bytes,
+        compile_s=result.compile_s,
+    )

@@ -1,0 +1,110 @@
+"""Plan, compile, compare with the budget, plan smaller: here and nowhere else."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from mtuner_jax.configs import ConfigError
+from mtuner_jax.numbers import sizes
+from mtuner_jax.planning.reports import Report
+from mtuner_jax.runs import pricing
+from mtuner_jax.runs.requests import PlanningInputs
+from mtuner_jax.training.executors import NoSmallerPlanError
+
+T = TypeVar("T")
+MAX_REPLANS = 3
+
+
+class Settled(NamedTuple, Generic[T]):
+    """What was built of the last plan.
+
+    Attributes:
+      built: The engine, or what was compiled.
+      over_bytes: By which it exceeds the budget, per device; 0 or less if it fits.
+    """
+
+    built: T
+    over_bytes: int
+
+
+class Planner:
+    """Searches for the plan of a step, and for smaller ones where it was too large.
+
+    However often and from wherever it is asked, it plans again `MAX_REPLANS` times.
+
+    Attributes:
+      inputs: What plans are priced by.
+      report: The plan found last; compares with the budget that was asked for, also
+        where the search was held to less.
+    """
+
+    report: Report
+
+    def __init__(self, inputs: PlanningInputs):
+        self.inputs = inputs
+        self._replans = 0
+
+    def fastest(self) -> Report:
+        """The fastest plan whose forecast is within the budget.
+
+        Raises:
+          ConfigError: No plan fits.
+        """
+        self.report = pricing.search_plan(self.inputs)
+        return self.report
+
+    def smaller(self, missing_bytes: int) -> Report:
+        """The fastest plan that is forecast to take that much less than the last one.
+
+        Raises:
+          NoSmallerPlanError: There is none, or it was planned again often enough.
+        """
+        budget = self.inputs.budget_bytes
+        if self._replans == MAX_REPLANS:
+            raise NoSmallerPlanError(
+                f"the plan was changed {MAX_REPLANS} times; lower memory_budget, "
+                "max_length or lora.r"
+            )
+        limit = self.report.forecast.total_bytes - missing_bytes
+        try:
+            report = pricing.search_plan(
+                dataclasses.replace(self.inputs, budget_bytes=limit)
+            )
+        except ConfigError as error:
+            raise NoSmallerPlanError(
+                f"no plan fits the budget of {budget:,} bytes ({sizes.gib(budget)}) "
+                f"per device: the last one needs {sizes.gib(missing_bytes)} more than "
+                "there is, and none takes that much less; raise memory_budget where "
+                "the card has more, or lower max_length or lora.r"
+            ) from error
+        self._replans += 1
+        self.report = dataclasses.replace(report, budget_bytes=budget)
+        return self.report
+
+    def settle(
+        self,
+        build: Callable[[Report], T],
+        *,
+        over_bytes: Callable[[T], int],
+        tell: Callable[[int], Any],
+    ) -> Settled[T]:
+        """Builds the last plan, and smaller ones until what was built fits.
+
+        Args:
+          build: Makes of a plan what is compared with the budget.
+          over_bytes: By how much that exceeds the budget; 0 or less if it fits.
+          tell: Told the missing bytes before it is planned again.
+
+        Returns:
+          What was built last; it exceeds the budget where `MAX_REPLANS` was reached.
+
+        Raises:
+          NoSmallerPlanError: No plan is small enough.
+        """
+        built = build(self.report)
+        over = over_bytes(built)
+        while over > 0 and self._replans < MAX_REPLANS:
+            tell(over)
+            built = build(self.smaller(over))
+            over = over_bytes(built)
+        return Settled(built, over)

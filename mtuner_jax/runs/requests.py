@@ -1,0 +1,196 @@
+"""From what a user asks for to what the planner takes, checked."""
+
+import dataclasses
+import math
+
+from mtuner_jax.adapters import lora
+from mtuner_jax.configs import ConfigError, LoraConfig
+from mtuner_jax.devices import meshes, shardings
+from mtuner_jax.hardware import machines
+from mtuner_jax.hardware.machines import Hardware
+from mtuner_jax.numbers import sizes
+from mtuner_jax.planning import workloads
+from mtuner_jax.planning.workloads import Workload
+from mtuner_jax.protocols.decoders import Decoder
+from mtuner_jax.runs.families import ModelShape
+
+LEAST_BUDGET_BYTES = 64 * 2**20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepRequest:
+    """A step to be planned.
+
+    Attributes:
+      name: The model's, for messages.
+      mesh: The devices.
+      global_batch_size: Rows in an optimizer step.
+      max_length: Tokens in a row.
+      lora: The adapters.
+      dtype: Of frozen weights and activations.
+      attention: Implementation that computes it, `cudnn` or `xla`.
+      hardware: A machine's name or file, or `auto`.
+      memory_budget: GiB per device that the compiled step may take; 0 for the pool of
+        XLA's allocator less the hardware's reserve.
+      memory_fraction: Share of a card's memory in that pool; 0 for the hardware's.
+      device_kind: What JAX calls the GPUs of this machine; empty if the step is not
+        for them.
+    """
+
+    name: str
+    mesh: meshes.MeshSpec
+    global_batch_size: int
+    max_length: int
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
+    dtype: str = "bfloat16"
+    attention: str = "cudnn"
+    hardware: str = "auto"
+    memory_budget: float = 0.0
+    memory_fraction: float = 0.0
+    device_kind: str = ""
+
+    def __post_init__(self):
+        for field in ("global_batch_size", "max_length"):
+            if getattr(self, field) < 1:
+                raise ConfigError(f"{field}={getattr(self, field)}: at least 1")
+        if self.dtype not in ("bfloat16", "float32"):
+            raise ConfigError(f"dtype={self.dtype!r}: bfloat16 or float32")
+
+    @property
+    def mesh_sizes(self) -> tuple[int, ...]:
+        """Devices along each mesh axis, slowest link first; (1,) for one."""
+        return self.mesh.sizes or (1,)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResolvedModel:
+    """A decoder with its adapters and a step's rows, whatever the machine.
+
+    Attributes:
+      decoder: With the attention that was asked for.
+      adapters: Which linear of which layer has an adapter of which rank.
+      workload: Their sizes.
+    """
+
+    decoder: Decoder
+    adapters: tuple[lora.AdapterSpec, ...]
+    workload: Workload
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanningInputs:
+    """What search and models take.
+
+    Attributes:
+      workload: Sizes of the model, its adapters and the step's rows.
+      hardware: The machine's figures.
+      mesh_sizes: Devices along each mesh axis, slowest link first; (1,) for one.
+      budget_bytes: Per device, that the compiled step may take.
+    """
+
+    workload: Workload
+    hardware: Hardware
+    mesh_sizes: tuple[int, ...]
+    budget_bytes: int
+
+
+def make(shape: ModelShape, request: StepRequest) -> PlanningInputs:
+    """Joins model, adapters, batch, machine and budget; see `resolve` and `priced`."""
+    return priced(resolve(shape, request).workload, request)
+
+
+def resolve(shape: ModelShape, request: StepRequest) -> ResolvedModel:
+    """Joins model, adapters and batch, whatever the machine.
+
+    Raises:
+      ConfigError: Target modules that the model does not have.
+    """
+    decoder = shape.decoder(attention=request.attention)
+    adapters = lora.resolve(
+        request.lora, decoder.linears(), num_layers=shape.num_layers
+    )
+    ranks = {spec.module: spec.max_rank for spec in adapters}
+    shapes = decoder.shapes()
+    workload = Workload(
+        model=request.name,
+        num_layers=shape.num_layers,
+        hidden_size=shapes["embed"]["table"][1],
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=decoder.vocab_size,
+        tied_embeddings="table" not in shapes["head"],
+        linears=tuple(
+            workloads.Linear(
+                name=linear.module.rpartition(".")[2],
+                in_dim=linear.in_dim,
+                out_dim=linear.out_dim,
+                rank=ranks.get(linear.module, 0),
+            )
+            for linear in decoder.linears()
+        ),
+        replicated_layer_weights=sum(
+            math.prod(leaf[1:])
+            for leaves in shapes["layers"].values()
+            for name, leaf in leaves.items()
+            if not any(shardings.LOGICAL_DIMS[name])
+        ),
+        max_length=request.max_length,
+        global_batch_size=request.global_batch_size,
+        weight_dtype=request.dtype,
+        activation_dtype=request.dtype,
+        attention=request.attention,
+        dropout=request.lora.lora_dropout > 0,
+    )
+    return ResolvedModel(decoder=decoder, adapters=adapters, workload=workload)
+
+
+def priced(workload: Workload, request: StepRequest) -> PlanningInputs:
+    """Joins a workload with the machine and the budget that were asked for.
+
+    Raises:
+      ConfigError: An unknown machine, or a budget that the card does not have or that
+        holds nothing.
+    """
+    machine = machines.find(
+        request.hardware,
+        mesh_sizes=request.mesh_sizes,
+        mesh=request.mesh.name,
+        device_kind=request.device_kind,
+    )
+    if request.memory_fraction:
+        machine = dataclasses.replace(machine, pool_fraction=request.memory_fraction)
+    return PlanningInputs(
+        workload=workload,
+        hardware=machine,
+        mesh_sizes=request.mesh_sizes,
+        budget_bytes=budget_bytes(machine, request.memory_budget),
+    )
+
+
+def budget_bytes(machine: Hardware, memory_budget: float) -> int:
+    """Bytes per device that the compiled step may take.
+
+    Args:
+      machine: Whose card and pool.
+      memory_budget: GiB per device; 0 for the pool less the reserve.
+
+    Raises:
+      ConfigError: Less than 64 MiB, no number, or more than the card has.
+    """
+    if memory_budget == 0:
+        return machine.budget_bytes
+    given = memory_budget * 2**30
+    if not math.isfinite(given) or given < LEAST_BUDGET_BYTES:
+        raise ConfigError(
+            f"memory_budget={memory_budget} GiB per device: from "
+            f"{sizes.gib(LEAST_BUDGET_BYTES)} ({LEAST_BUDGET_BYTES / 2**30}) on, or 0 "
+            f"for {sizes.gib(machine.budget_bytes)}, the pool less the reserve"
+        )
+    if given > machine.memory_bytes:
+        raise ConfigError(
+            f"memory_budget={memory_budget} GiB per device, but {machine.device} has "
+            f"{sizes.gib(machine.memory_bytes)}; lower it, or 0 for "
+            f"{sizes.gib(machine.budget_bytes)}, the pool less the reserve"
+        )
+    return int(given)

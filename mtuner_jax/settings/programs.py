@@ -1,0 +1,49 @@
+"""What all programs do alike: settings to a config, a user's errors to exit codes.
+
+def main(argv: list[str]) -> int:
+    return programs.run(argv, PlotConfig, plot, description=__doc__)
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from mtuner_jax.configs import ConfigError
+from mtuner_jax.settings import cli
+
+T = TypeVar("T")
+BAD_INPUT = 2
+
+
+def run(
+    argv: Sequence[str],
+    config_type: type[T],
+    do: Callable[[T], int | None],
+    *,
+    description: str | None = "",
+    positional: str = "",
+) -> int:
+    """Parses the command line into a config and does what it asks for.
+
+    Args:
+      argv: Arguments without the program's name.
+      config_type: The dataclass of the program's settings.
+      do: The program; it returns its exit code, or None for 0.
+      description: What the program does, for `--help`.
+      positional: The setting that words before the first flag are for.
+
+    Returns:
+      The exit code.
+    """
+
+    options = {"description": description or "", "positional": positional}
+    return guarded(lambda: do(cli.parse(argv, config_type, **options)))
+
+
+def guarded(do: Callable[[], int | None]) -> int:
+    """Calls `do`; returns its exit code, or prints a ConfigError and returns 2."""
+    try:
+        return do() or 0
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return BAD_INPUT

@@ -1,0 +1,70 @@
+"""Plans are searched again, smaller, as often as it is of use and no more often."""
+
+import pytest
+
+from models import llama_configs, llama_family
+from mtuner_jax.configs import ConfigError
+from mtuner_jax.devices import meshes
+from mtuner_jax.runs import planned, requests
+from mtuner_jax.training.executors import NoSmallerPlanError
+
+TINY = llama_family.LlamaShape(
+    llama_configs.LlamaConfig(
+        vocab_size=2048,
+        hidden_size=256,
+        intermediate_size=512,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+    )
+)
+
+
+def make_planner():
+    request = requests.StepRequest(
+        name="tiny",
+        mesh=meshes.parse("pcie8"),
+        global_batch_size=16,
+        max_length=512,
+        memory_budget=1.0,
+    )
+    return planned.Planner(requests.make(TINY, request))
+
+
+def test_a_smaller_plan_takes_less_and_is_compared_with_the_budget_asked_for():
+    planner = make_planner()
+    first = planner.fastest()
+    smaller = planner.smaller(1000)
+    assert smaller is planner.report
+    assert smaller.forecast.total_bytes <= first.forecast.total_bytes - 1000
+    assert smaller.budget_bytes == first.budget_bytes == 2**30
+
+
+def test_where_nothing_is_smaller_the_budget_asked_for_is_named():
+    planner = make_planner()
+    found = planner.fastest()
+    match = r"no plan fits the budget of 1,073,741,824 bytes .* needs 1.0+ GiB more .*"
+    with pytest.raises(NoSmallerPlanError, match=match):
+        planner.smaller(2**30)
+    assert planner.report is found  # which goes on
+    assert issubclass(NoSmallerPlanError, ConfigError)
+
+
+def test_plans_are_changed_a_few_times_at_most_whoever_asks():
+    planner, built, told = make_planner(), [], []
+    planner.fastest()
+    settled = planner.settle(
+        lambda report: built.append(report) or report,
+        over_bytes=lambda report: 1000 if len(built) < 3 else 0,
+        tell=told.append,
+    )
+    assert settled == planned.Settled(built[-1], 0)
+    assert told == [1000, 1000]
+    settled = planner.settle(
+        lambda report: report, over_bytes=lambda report: 7, tell=told.append
+    )
+    assert settled.over_bytes == 7
+    assert len(told) == planned.MAX_REPLANS
+    with pytest.raises(NoSmallerPlanError, match="the plan was changed 3 times; lower"):
+        planner.smaller(1)

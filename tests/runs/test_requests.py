@@ -1,0 +1,49 @@
+import math
+
+import pytest
+
+from models import llama_family, llama_sizes
+from mtuner_jax.adapters import lora
+from mtuner_jax.configs import LoraConfig
+from mtuner_jax.devices import meshes
+from mtuner_jax.runs import requests
+
+
+def resolve(name, lora_config):
+    request = requests.StepRequest(
+        name=name,
+        mesh=meshes.parse("pcie8"),
+        global_batch_size=8,
+        max_length=64,
+        lora=lora_config,
+        attention="xla",
+    )
+    return requests.resolve(llama_family.FAMILY.named()[name], request)
+
+
+@pytest.mark.parametrize("name", llama_sizes.SIZES)
+def test_workload_has_the_models_sizes(name):
+    config = llama_sizes.SIZES[name]
+    resolved = resolve(name, LoraConfig(r=8, target_modules=("q_proj", "down_proj")))
+    workload, model = resolved.workload, resolved.decoder
+    layer = workload.layer_weight_bytes // 2 + workload.replicated_layer_weights
+    tables = (1 if config.tie_word_embeddings else 2) * workload.table_bytes // 2
+    total = config.num_layers * layer + tables + config.hidden_size
+    assert total == model.num_parameters
+    shapes = model.shapes()["layers"]
+    leaves = [math.prod(s[1:]) for leaf in shapes.values() for s in leaf.values()]
+    assert layer == sum(leaves)
+    assert workload.num_adapter_weights == lora.num_parameters(resolved.adapters)
+    assert workload.intermediate_size == config.intermediate_size
+    assert workload.shape_name.endswith(" tied") == config.tie_word_embeddings
+
+
+def test_shapes_tell_models_of_as_many_layers_apart():
+    names = {
+        name: resolve(name, LoraConfig()).workload.shape_name
+        for name in ("llama2-7b", "llama3.1-8b")
+    }
+    assert names == {
+        "llama2-7b": "L32 D4096 F11008 N32 K32 H128 V32000",
+        "llama3.1-8b": "L32 D4096 F14336 N32 K8 H128 V128256",
+    }
