@@ -160,9 +160,7 @@ class Executor:
 
     def _check(self, state: State, metrics: StepMetrics) -> tuple[State, StepMetrics]:
         """Compares what was compiled anew with the budget."""
-        if not self._budget_bytes:
-            return state, metrics
-        needed = self.engine.compiled_bytes()
+        needed = self.engine.compiled_bytes() if self._budget_bytes else 0
         missing = needed - self._budget_bytes
         if missing <= 0:
             return state, metrics
@@ -222,13 +220,10 @@ def warn_over_budget(
 ) -> None:
     """Says that a compiled step exceeds the budget and runs nevertheless."""
     _logger.warning(
-        "the compiled step takes %s bytes per device, %s more than the budget of %s: "
-        "it may run out of memory; --plan auto with a smaller memory_budget leaves "
-        "more room%s",
-        f"{needed_bytes:,}",
-        f"{needed_bytes - budget_bytes:,}",
-        f"{budget_bytes:,}",
-        because,
+        f"the compiled step takes {needed_bytes:,} bytes per device, "
+        f"{needed_bytes - budget_bytes:,} more than the budget of {budget_bytes:,}: it "
+        "may run out of memory; --plan auto with a smaller memory_budget leaves more "
+        f"room{because}"
     )
 
 

@@ -51,13 +51,8 @@ class Reporter:
         self._total_tokens = metrics.cut_after(run.metrics, start_step)
         if config.report_to == "tensorboard":
             self._sinks += _tensorboard(run.tensorboard, start_step)
-        self._sinks.append(
-            _Console(
-                total_steps=total_steps,
-                start_step=start_step,
-                logging_steps=config.logging_steps,
-            )
-        )
+        steps = {"total_steps": total_steps, "start_step": start_step}
+        self._sinks.append(_Console(logging_steps=config.logging_steps, **steps))
 
     def __enter__(self) -> "Reporter":
         return self
@@ -178,11 +173,8 @@ class _Console:
 
     def evaluation(self, record: metrics.EvalRecord) -> None:
         _logger.info(
-            "step %d  eval_loss %.4f  eval_perplexity %.2f  (%s tokens)",
-            record.step,
-            record.eval_loss,
-            record.eval_perplexity,
-            f"{record.eval_tokens:,}",
+            f"step {record.step}  eval_loss {record.eval_loss:.4f}  eval_perplexity "
+            f"{record.eval_perplexity:.2f}  ({record.eval_tokens:,} tokens)"
         )
 
     def close(self) -> None:
