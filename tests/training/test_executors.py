@@ -100,9 +100,15 @@ def run(executor):
     return losses, executor.engine.export(state)
 
 
+def plain_results():
+    """(loss, gradient norm, adapters) of each step of the plain unsharded program."""
+    dtype = np.dtype("float64")
+    return plan_cases.plain_run("gqa", 0.0, dtype, dtype)
+
+
 def plain():
     """The same of the plain unsharded program."""
-    results = plan_cases.plain_run("gqa", 0.0, np.dtype("float64"))
+    results = plain_results()
     return [np.asarray(loss) for loss, _, _ in results], results[-1][2]
 
 
@@ -296,8 +302,8 @@ def test_strict_plan_ends_a_run_after_a_good_step_and_saves_it(tmp_path):
     assert refused.value.missing_bytes > 0
     found = restored(executor.engine, tmp_path / "1")
     assert (found.step, found.data) == (1, {"taken": 1})
-    results = plan_cases.plain_run("gqa", 0.0, np.dtype("float64"))
-    comparing.assert_trees_close(jax.device_get(found.state.adapters), results[0][2])
+    want = plain_results()[0][2]
+    comparing.assert_trees_close(jax.device_get(found.state.adapters), want)
 
 
 class RecompilingThenOutOfMemoryEngine(RecompilingEngine):
@@ -320,8 +326,8 @@ def test_run_that_finds_no_memory_saves_the_state_of_before_the_step(tmp_path):
         train_in_loop(executor, tmp_path)
     found = restored(executor.engine, tmp_path / "1")
     assert (found.step, found.data) == (1, {"taken": 1})
-    results = plan_cases.plain_run("gqa", 0.0, np.dtype("float64"))
-    comparing.assert_trees_close(jax.device_get(found.state.adapters), results[0][2])
+    want = plain_results()[0][2]
+    comparing.assert_trees_close(jax.device_get(found.state.adapters), want)
 
 
 class NoEvaluationEngine(ElasticEngine):
@@ -341,5 +347,5 @@ def test_evaluation_that_finds_no_memory_ends_the_run_with_its_state_saved(tmp_p
         train_in_loop(executor, tmp_path, evaluates=True)
     found = restored(executor.engine, tmp_path / "1")
     assert (found.step, found.data) == (1, {"taken": 1})
-    results = plan_cases.plain_run("gqa", 0.0, np.dtype("float64"))
-    comparing.assert_trees_close(jax.device_get(found.state.adapters), results[0][2])
+    want = plain_results()[0][2]
+    comparing.assert_trees_close(jax.device_get(found.state.adapters), want)
