@@ -72,7 +72,7 @@ def write_plans(folder):
     from mtuner_jax.configs import ConfigError, LoraConfig
     from mtuner_jax.devices import meshes
     from mtuner_jax.planning import plans
-    from mtuner_jax.runs import opening, pricing, requests
+    from mtuner_jax.runs import pricing, requests, shapes
 
     for cell in cells():
         model, mesh, length, rows, budget, attention, dropout = cell
@@ -87,7 +87,7 @@ def write_plans(folder):
                 attention=attention,
                 memory_budget=budget,
             )
-            inputs = requests.make(opening.shape(llama_family.FAMILY, model), request)
+            inputs = requests.make(shapes.shape(llama_family.FAMILY, model), request)
             report = pricing.search_plan(inputs)
             text = plans.to_json(report.plan)
             told = {

@@ -13,9 +13,7 @@ from typing import Any
 
 import gguf
 import numpy as np
-import transformers
 
-from mtuner_jax.checkpoints import gguf_tokenizers
 from mtuner_jax.weights import sources
 
 _OUTER_NAMES = {
@@ -166,10 +164,6 @@ class GgufFile:
         if window:
             config["sliding_window"] = window
         return config
-
-    def tokenizer(self) -> transformers.PreTrainedTokenizerFast:
-        """Builds the tokenizer, with its chat template, from the metadata."""
-        return gguf_tokenizers.build(self.metadata)
 
     def _size(self, key: str, default: Any = None) -> Any:
         value = self.metadata(f"{self._architecture}.{key}", default)

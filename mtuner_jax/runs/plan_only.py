@@ -15,7 +15,7 @@ from mtuner_jax.inspection import compile_only
 from mtuner_jax.ops.attention import api as attention
 from mtuner_jax.planning import plans, reports
 from mtuner_jax.plots import plan_pictures, plan_plots
-from mtuner_jax.runs import opening, planned, pricing, requests
+from mtuner_jax.runs import planned, pricing, requests, shapes
 from mtuner_jax.runs.families import Family
 from mtuner_jax.training import optimizers
 
@@ -93,7 +93,7 @@ def plan(config: PlanConfig, family: Family, *, say: Callable[[str], None]) -> b
       ConfigError: Something that was asked for cannot be, or no plan fits.
     """
     request = _request(config)
-    model = requests.resolve(opening.shape(family, config.model), request)
+    model = requests.resolve(shapes.shape(family, config.model), request)
     inputs = requests.priced(model.workload, request)
     if config.verify:
         _prepare_verify(inputs.hardware.device, request.attention)

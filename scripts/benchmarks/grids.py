@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from models import llama_family
 from mtuner_jax.devices import meshes
-from mtuner_jax.runs import opening, requests
+from mtuner_jax.runs import requests, shapes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,4 +44,4 @@ def inputs(
             max_length=length,
             hardware=hardware,
         )
-        yield requests.make(opening.shape(llama_family.FAMILY, model), request)
+        yield requests.make(shapes.shape(llama_family.FAMILY, model), request)

@@ -16,7 +16,7 @@ from mtuner_jax.hardware import machines
 from mtuner_jax.planning import plans
 from mtuner_jax.planning.costs import forecasts, timelines
 from mtuner_jax.planning.plans import Plan
-from mtuner_jax.runs import opening, requests
+from mtuner_jax.runs import requests, shapes
 from scripts.benchmarks import (
     ablations,
     peer_runs,
@@ -113,7 +113,7 @@ class _Lister:
 
     def place(self, case: Case) -> ablations.Place:
         """What plans of a case are made for."""
-        shape = opening.shape(llama_family.FAMILY, case.model)
+        shape = shapes.shape(llama_family.FAMILY, case.model)
         if self.config.layers:
             shape = shape.with_layers(self.config.layers)
         on_cpu = self.config.platform == "cpu"

@@ -24,7 +24,7 @@ from mtuner_jax.ops.attention import api as attention
 from mtuner_jax.planning import plans, reports
 from mtuner_jax.planning.plans import Plan
 from mtuner_jax.protocols.states import Batch
-from mtuner_jax.runs import opening, pricing, requests
+from mtuner_jax.runs import pricing, requests, shapes
 from mtuner_jax.settings import cli
 from mtuner_jax.training import optimizers
 from mtuner_jax.weights import random_weights
@@ -137,7 +137,7 @@ def parse(argv: list[str], *, description: str = "") -> BenchConfig:
 def measure(config: BenchConfig, devices: StartedDevices) -> dict[str, Any]:
     """Runs one configuration; returns what was predicted and measured."""
     request = _request(config, devices)
-    shape = opening.shape(llama_family.FAMILY, config.model)
+    shape = shapes.shape(llama_family.FAMILY, config.model)
     if config.layers:
         shape = shape.with_layers(config.layers)
     model = requests.resolve(shape, request)

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from models import llama_configs, llama_hf_names
-from mtuner_jax.checkpoints import gguf_import, hf_import
+from mtuner_jax.checkpoints import gguf_import, gguf_tokenizers, hf_import
 
 
 def whole(source, name):
@@ -211,7 +211,7 @@ def test_packaged_smollm2_has_the_logits_that_transformers_finds(tiny):
     names = llama_hf_names.tensors(config)
     params = hf_import.load(source, names, tiny.abstract(config))
     text = "The capital of France is Paris. 2 + 2 = 4, and def f(x): return x"
-    ids = source.tokenizer()(text)["input_ids"]
+    ids = gguf_tokenizers.build(source.metadata)(text)["input_ids"]
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32
     )

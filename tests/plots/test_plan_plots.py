@@ -9,7 +9,7 @@ from mtuner_jax.devices import meshes
 from mtuner_jax.planning.costs import forecasts, timelines
 from mtuner_jax.planning.plans import Saved
 from mtuner_jax.plots import plan_pictures, plan_plots
-from mtuner_jax.runs import opening, pricing, requests
+from mtuner_jax.runs import pricing, requests, shapes
 from tests.small_plans import PLAN, PLAYED, WORKLOAD
 
 DOCUMENTED = (
@@ -48,7 +48,7 @@ def test_the_title_says_what_it_is_and_that_it_is_predicted():
 def test_the_documented_plan_shows_all_four_actions(tmp_path):
     """As docs/elastic.md draws and explains it."""
     inputs = requests.make(
-        opening.shape(llama_family.FAMILY, "llama2-13b"),
+        shapes.shape(llama_family.FAMILY, "llama2-13b"),
         requests.StepRequest(
             name="llama2-13b",
             mesh=meshes.PRESETS["pcie8"],
