@@ -177,7 +177,7 @@ gpu_device_info {{
   registers_per_block_limit: 65536
   shared_memory_per_block: 49152
   shared_memory_per_core: {xla.shared_bytes_per_core}
-  shared_memory_per_block_optin: {xla.shared_bytes_per_block}
+  shared_memory_per_block_optin: {xla.shared_bytes_per_core - 1024}
   l2_cache_size: {xla.l2_bytes}
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535

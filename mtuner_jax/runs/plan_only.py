@@ -173,7 +173,7 @@ def _write(name: str, text: str, say: Callable[[str], None]) -> None:
 def _request(config: PlanConfig) -> requests.StepRequest:
     """The step that the settings ask for; GPUs of this machine count for `auto`."""
     found = detection.look()
-    here = 0 if platforms.runs_on_cpu(Platform.AUTO, found) else found.num_visible
+    here = 0 if platforms.why_cpu(Platform.AUTO, found) else found.num_visible
     mesh = meshes.parse(config.mesh, num_devices=here)
     return requests.StepRequest(
         name=config.model or "SmolLM2-135M-Instruct",
