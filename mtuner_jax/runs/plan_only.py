@@ -5,7 +5,6 @@ import json
 import pathlib
 from collections.abc import Callable
 
-import jax.numpy as jnp
 import pynvml
 
 from mtuner_jax.configs import ConfigError, LoraConfig, OptimizerConfig, Platform
@@ -243,7 +242,6 @@ def _compile(
         spec,
         optimizers.adamw(OptimizerConfig(), lambda step: 1e-4),
         max_length=config.max_length,
-        dtype=jnp.dtype(report.plan.weight_dtype),
     )
     return reports.Compiled(
         device=target.device,
