@@ -33,18 +33,16 @@ class Sizes:
 
     Attributes:
       tokens: Rows of the left operand of products, ascending.
-      hidden: Model width (D).
-      intermediate: Feed-forward width (F).
-      num_heads: Attention heads.
-      head_dim: Width of a head.
+      hidden, intermediate: Model width (D) and feed-forward width (F).
+      num_heads, head_dim: Attention heads, and the width of each.
       rows: Rows of the attention's batch.
       row_tokens: Tokens in a row, of attention and of the layer.
       gather_bytes: Sizes of the gathers' outputs, ascending.
       host_bytes: Moved to and from the host by each device.
-      run_s: Seconds that a timed run should last, about.
-      repeats: Timed runs, of which the median is taken.
-      expected_flops_per_s: About what products reach, to choose the length of loops.
-      expected_bytes_per_s: About what the memory reaches, to choose it too.
+      run_s, repeats: Seconds that a timed run should last, about, and how many runs
+        are timed, of which the median is taken.
+      expected_flops_per_s, expected_bytes_per_s: About what products and the memory
+        reach, to choose the length of loops.
     """
 
     tokens: tuple[int, ...]
@@ -142,54 +140,54 @@ class Bench:
         """Normal numbers times `scale`; zeros would flatter a card's clock."""
         return _draw(jnp.uint32(key), scale, shape, self.dtype)
 
+    def weights(self, *shapes: tuple[int, int]) -> list[jax.Array]:
+        """Random weights whose products are as large as their operands."""
+        return [
+            self.random(key, shape, scale=shape[0] ** -0.5)
+            for key, shape in enumerate(shapes)
+        ]
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+    def call_s(self, function: Callable[..., Any], *args: Any) -> float:
+        """Median seconds of a call, results waited for, after three to warm up."""
+        times, result = [], None
+        for _ in range(_WARM_UP + self.sizes.repeats):
+            start = time.perf_counter()
+            # Bound to a name: freed only once the next result has its buffer, so that
+            # two buffers take turns and none is touched for the first time when timed.
+            result = jax.block_until_ready(function(*args))
+            times.append(time.perf_counter() - start)
+        del result
+        return statistics.median(times[_WARM_UP:])
+
+    def looped_s(
+        self, step: Callable[[Any, Any], Any], state: Any, constants: Any, *, num: int
+    ) -> float:
+        """Seconds of `step(state, constants) -> state` in a loop of `num` steps."""
+
+        @jax.jit
+        def run(state: Any, constants: Any) -> Any:
+            return jax.lax.fori_loop(0, num, lambda _, s: step(s, constants), state)
+
+        return self.call_s(run, state, constants) / num
+
+
+@dataclasses.dataclass(frozen=True)
 class Section:
     """What one section found.
 
     Attributes:
-      name: The section's name.
       figures: What it found, by field of `machines.Hardware`.
       details: Single measurements, for the record.
       error: Why there are no figures; empty if it worked.
+      name: The section's name.
       seconds: How long it took.
     """
 
-    name: str = ""
     figures: dict[str, Any] = dataclasses.field(default_factory=dict)
     details: dict[str, Any] = dataclasses.field(default_factory=dict)
     error: str = ""
+    name: str = ""
     seconds: float = 0.0
-
-
-def call_s(function: Callable[..., Any], *args: Any, repeats: int) -> float:
-    """Median seconds of a call, results waited for, after three to warm up."""
-    times, result = [], None
-    for _ in range(_WARM_UP + repeats):
-        start = time.perf_counter()
-        # Bound to a name: freed only once the next result has its buffer, so that
-        # two buffers take turns and none is touched for the first time when timed.
-        result = jax.block_until_ready(function(*args))
-        times.append(time.perf_counter() - start)
-    del result
-    return statistics.median(times[_WARM_UP:])
-
-
-def looped_s(
-    step: Callable[[Any, Any], Any],
-    state: Any,
-    constants: Any,
-    *,
-    num: int,
-    repeats: int,
-) -> float:
-    """Seconds of `step(state, constants) -> state` in a loop of `num` steps."""
-
-    @jax.jit
-    def run(state: Any, constants: Any) -> Any:
-        return jax.lax.fori_loop(0, num, lambda _, s: step(s, constants), state)
-
-    return call_s(run, state, constants, repeats=repeats) / num
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))

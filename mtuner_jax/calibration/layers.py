@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtuner_jax.adapters import lora
-from mtuner_jax.calibration import benches
 from mtuner_jax.calibration.benches import Bench, Figures, Section
 from mtuner_jax.configs import LoraConfig
 from mtuner_jax.hardware.machines import Hardware
@@ -62,12 +61,12 @@ def measure(bench: Bench, _: Figures) -> Section:
     flops = 6 * sizes.row_tokens * num_weights
     num = bench.num_steps(flops / sizes.expected_flops_per_s)
     state = _Backward(x_BTD, jax.tree.map(jnp.zeros_like, layer.adapters))
-    forward_s, both_s = (
-        benches.looped_s(step, first, layer, num=num, repeats=sizes.repeats)
-        for step, first in ((forward, x_BTD), (both, state))
-    )
-    details = {"forward_s": forward_s, "forward_and_backward_s": both_s}
-    return Section(details={**details, "tokens": sizes.row_tokens})
+    details = {
+        "forward_s": bench.looped_s(forward, x_BTD, layer, num=num),
+        "forward_and_backward_s": bench.looped_s(both, state, layer, num=num),
+        "tokens": sizes.row_tokens,
+    }
+    return Section(details=details)
 
 
 def compared(bench: Bench, machine: Hardware, section: Section) -> str:
@@ -81,20 +80,18 @@ def compared(bench: Bench, machine: Hardware, section: Section) -> str:
     one = Axes(data=(1,))
     site = Site(workload=bench.workload, axes=one, rows=1, merge_gathers=False)
     forward_s, backward_s = kernels.layer(site, machine, Saved.LINEARS)
-    measured = section.details
-    lines = (
+    modelled = {
+        "forward": (section.details["forward_s"], forward_s),
+        "forward and backward": (
+            section.details["forward_and_backward_s"],
+            forward_s + backward_s,
+        ),
+    }
+    return "\n".join(
         f"layer of {bench.sizes.row_tokens} tokens, {what}: {1e3 * here_s:.3f} ms "
         f"measured, {1e3 * model_s:.3f} ms by the cost model ({model_s / here_s:.2f}x)"
-        for what, here_s, model_s in (
-            ("forward", measured["forward_s"], forward_s),
-            (
-                "forward and backward",
-                measured["forward_and_backward_s"],
-                forward_s + backward_s,
-            ),
-        )
+        for what, (here_s, model_s) in modelled.items()
     )
-    return "\n".join(lines)
 
 
 def _weights(bench: Bench) -> Params:

@@ -10,7 +10,6 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mtuner_jax.calibration import benches
 from mtuner_jax.calibration.benches import Bench, Figures, MeasurementError, Section
 from mtuner_jax.engines import compiling
 from mtuner_jax.hardware.machines import Link
@@ -48,7 +47,7 @@ def gathers(bench: Bench, _: Figures) -> Section:
                 for received, seconds in points
             ],
         }
-    return Section(figures={"links": tuple(links)}, details=details)
+    return Section({"links": tuple(links)}, details)
 
 
 def _gather(
@@ -60,9 +59,8 @@ def _gather(
     num = min(max(2 * bench.sizes.gather_bytes[-1] // output_bytes, 8), 100)
     state = _state(bench, None, elements)
     run = _side_by_side(bench, axes, num)
-    seconds = benches.call_s(run, state, (), repeats=bench.sizes.repeats) / num
-    received = (group - 1) * elements * jnp.dtype(bench.dtype).itemsize
-    return received, seconds
+    seconds = bench.call_s(run, state, ()) / num
+    return (group - 1) * elements * jnp.dtype(bench.dtype).itemsize, seconds
 
 
 def _state(bench: Bench, operand_TD: jax.Array | None, elements: int) -> LoopState:
@@ -112,26 +110,23 @@ def _side_by_side(bench: Bench, axes: tuple[str, ...], num: int) -> Callable[...
 def overlap(bench: Bench, found: Figures) -> Section:
     """How much longer products take beside gathers that last as long as they do."""
     if not bench.axes:
-        return Section(figures={"overlap_slowdown": 1.0}, details={"devices": 1})
+        return Section({"overlap_slowdown": 1.0}, {"devices": 1})
     if "links" not in found:
         raise MeasurementError(
             "overlap: the section links has no result to choose sizes by"
         )
     sizes, link = bench.sizes, found["links"][0]
     d, f = sizes.hidden, sizes.intermediate
-    weights = [
-        bench.random(i, shape, scale=shape[0] ** -0.5)
-        for i, shape in enumerate([(d, f), (f, d)])
-    ]
+    whole = NamedSharding(bench.mesh, P())
+    weights = jax.device_put(bench.weights((d, f), (f, d)), whole)
     operand_TD = bench.random(2, (bench.mesh.size * sizes.tokens[-1], d))
-    weights = jax.device_put(weights, NamedSharding(bench.mesh, P()))
     flops = 2 * len(weights) * sizes.tokens[-1] * d * f
     num = bench.num_steps(flops / sizes.expected_flops_per_s)
     run = _side_by_side(bench, bench.axes, num)
 
     def seconds(operand_TD: jax.Array | None, elements: int) -> float:
         state = _state(bench, operand_TD, elements)
-        return benches.call_s(run, state, weights, repeats=sizes.repeats) / num
+        return bench.call_s(run, state, weights) / num
 
     products_s, gathers_s, elements = seconds(operand_TD, 0), 0.0, 0
     wanted_s = _COVERED * products_s / len(weights) - link.latency_s
@@ -143,12 +138,12 @@ def overlap(bench: Bench, found: Figures) -> Section:
         received *= _COVERED * products_s / gathers_s
     both_s = seconds(operand_TD, elements)
     details = {"products_s": products_s, "gathers_s": gathers_s, "both_s": both_s}
-    figures = {"overlap_slowdown": slowdown(products_s, gathers_s, both_s)}
-    if bench.on_gpu and figures["overlap_slowdown"] >= _MOST_SLOWDOWN:
+    found_slowdown = slowdown(products_s, gathers_s, both_s)
+    if bench.on_gpu and found_slowdown >= _MOST_SLOWDOWN:
         raise MeasurementError(
             f"overlap: gathers did not run beside products: {details}"
         )
-    return Section(figures=figures, details=details)
+    return Section({"overlap_slowdown": found_slowdown}, details)
 
 
 def slowdown(products_s: float, gathers_s: float, both_s: float) -> float:
@@ -172,15 +167,11 @@ def host(bench: Bench, _: Figures) -> Section:
     on_device = _state(bench, None, size // itemsize).shards
     assert on_device is not None
     pinned = on_device.sharding.with_memory_kind("pinned_host")
-    repeats = bench.sizes.repeats
-    to_host_s = benches.call_s(jax.device_put, on_device, pinned, repeats=repeats)
+    to_host_s = bench.call_s(jax.device_put, on_device, pinned)
     on_host = jax.device_put(on_device, pinned)
-    to_device_s = benches.call_s(
-        jax.device_put, on_host, on_device.sharding, repeats=repeats
-    )
+    to_device_s = bench.call_s(jax.device_put, on_host, on_device.sharding)
     details = {"to_host_s": to_host_s, "to_device_s": to_device_s, "bytes": size}
-    rate = size / max(to_host_s, to_device_s)
-    return Section(figures={"host_bytes_per_s": rate}, details=details)
+    return Section({"host_bytes_per_s": size / max(to_host_s, to_device_s)}, details)
 
 
 def fit_link(points: Sequence[tuple[float, float]]) -> Link:

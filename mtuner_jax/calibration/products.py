@@ -8,7 +8,6 @@ import math
 import jax
 import jax.numpy as jnp
 
-from mtuner_jax.calibration import benches
 from mtuner_jax.calibration.benches import Bench, Figures, Section
 from mtuner_jax.ops.attention import api as attention_ops
 from mtuner_jax.ops.attention.operands import Qkv
@@ -22,24 +21,15 @@ def matmul(bench: Bench, _: Figures) -> Section:
     sizes = bench.sizes
     d, f = sizes.hidden, sizes.intermediate
     shapes = [(d, d)] * 4 + [(d, f), (f, d)] * 2
-    weights = [
-        bench.random(i, shape, scale=shape[0] ** -0.5) for i, shape in enumerate(shapes)
-    ]
+    weights = bench.weights(*shapes)
     flops_per_token = 2 * sum(math.prod(shape) for shape in shapes)
-
-    def chain(x_TD: jax.Array, weights: list[jax.Array]) -> jax.Array:
-        for weight in weights:
-            x_TD = x_TD @ weight
-        return x_TD
-
     rates = []
     for tokens in sizes.tokens:
         flops = tokens * flops_per_token
-        x_TD = bench.random(9, (tokens, d))
         num = bench.num_steps(flops / sizes.expected_flops_per_s)
-        seconds = benches.looped_s(chain, x_TD, weights, num=num, repeats=sizes.repeats)
+        seconds = bench.looped_s(_chain, bench.random(9, (tokens, d)), weights, num=num)
         rates.append((tokens, flops / seconds))
-    return Section(figures={"matmul_flops_per_s": tuple(rates)})
+    return Section({"matmul_flops_per_s": tuple(rates)})
 
 
 def attention(bench: Bench, _: Figures) -> Section:
@@ -68,12 +58,10 @@ def attention(bench: Bench, _: Figures) -> Section:
     num = bench.num_steps(7 * product / (0.5 * sizes.expected_flops_per_s))
     mark, constants = jnp.zeros((), bench.dtype), (*qkv, bench.random(4, shape))
     forward_s, both_s = (
-        benches.looped_s(step, mark, constants, num=num, repeats=sizes.repeats)
-        for step in (forward, both)
+        bench.looped_s(step, mark, constants, num=num) for step in (forward, both)
     )
     details = {"forward_s": forward_s, "forward_and_backward_s": both_s}
-    figures = {"attention_flops_per_s": 7 * product / both_s}
-    return Section(figures=figures, details=details)
+    return Section({"attention_flops_per_s": 7 * product / both_s}, details)
 
 
 def elementwise(bench: Bench, _: Figures) -> Section:
@@ -83,22 +71,19 @@ def elementwise(bench: Bench, _: Figures) -> Section:
     x, y = (bench.random(i, shape) for i in range(2))
     moved = 3 * x.nbytes
     num = bench.num_steps(moved / sizes.expected_bytes_per_s)
-    seconds = benches.looped_s(
-        lambda x, y: 0.5 * x + y, x, y, num=num, repeats=sizes.repeats
-    )
-    return Section(figures={"memory_bytes_per_s": moved / seconds})
+    seconds = bench.looped_s(lambda x, y: 0.5 * x + y, x, y, num=num)
+    return Section({"memory_bytes_per_s": moved / seconds})
 
 
 def kernel(bench: Bench, _: Figures) -> Section:
     """Products too small to take time, each waiting for the one before."""
-    rows, width = _TINY
-    x = bench.random(0, (rows, width))
-    weight = bench.random(1, (width, width), scale=width**-0.5)
+    (weight,) = bench.weights((_TINY[1], _TINY[1]))
+    chain = [weight] * _TINY_CHAIN
+    seconds = bench.looped_s(_chain, bench.random(1, _TINY), chain, num=64)
+    return Section({"kernel_s": seconds / _TINY_CHAIN})
 
-    def chain(x: jax.Array, weight: jax.Array) -> jax.Array:
-        for _ in range(_TINY_CHAIN):
-            x = x @ weight
-        return x
 
-    seconds = benches.looped_s(chain, x, weight, num=64, repeats=bench.sizes.repeats)
-    return Section(figures={"kernel_s": seconds / _TINY_CHAIN})
+def _chain(x_TD: jax.Array, weights: list[jax.Array]) -> jax.Array:
+    for weight in weights:
+        x_TD = x_TD @ weight
+    return x_TD

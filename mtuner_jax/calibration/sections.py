@@ -52,22 +52,17 @@ def _memory(bench: Bench, _: Figures) -> Section:
     """The card's memory, the pool's share of it, and the host's."""
     stats = bench.mesh.devices.flat[0].memory_stats() or {}
     pool = stats.get("bytes_limit", 0)
-    if bench.on_gpu and pool and bench.memory_fraction:
-        total, fraction = round(pool / bench.memory_fraction), bench.memory_fraction
-    elif bench.on_gpu:
-        raise MeasurementError(
-            f"memory_stats() of the GPU gives no bytes_limit: {stats}"
-        )
-    else:
-        total, fraction = host_bytes() // bench.mesh.size, 1.0
-    figures = {
-        "memory_bytes": total,
-        "pool_fraction": fraction,
-        "host_memory_bytes": host_bytes(),
-    }
-    return Section(
-        figures=figures, details={key: int(value) for key, value in stats.items()}
-    )
+    total, fraction = host_bytes() // bench.mesh.size, 1.0
+    if bench.on_gpu:
+        fraction = bench.memory_fraction
+        if not pool or not fraction:
+            raise MeasurementError(
+                f"memory_stats() of the GPU gives no bytes_limit: {stats}"
+            )
+        total = round(pool / fraction)
+    figures = {"memory_bytes": total, "pool_fraction": fraction}
+    details = {key: int(value) for key, value in stats.items()}
+    return Section({**figures, "host_memory_bytes": host_bytes()}, details)
 
 
 def _check_rates(section: Section, peak: float | None) -> None:

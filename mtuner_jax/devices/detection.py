@@ -2,9 +2,9 @@
 
 import dataclasses
 import importlib.metadata
+import itertools
 import os
 import pathlib
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,7 +37,7 @@ class Gpus:
     @property
     def present(self) -> str:
         """`8 NVIDIA devices`."""
-        return f"{self.num_present} NVIDIA {devices(self.num_present)}"
+        return counted(self.num_present, "NVIDIA")
 
 
 def look(*, root: pathlib.Path = ROOT, environ: Mapping[str, str] = os.environ) -> Gpus:
@@ -47,18 +47,15 @@ def look(*, root: pathlib.Path = ROOT, environ: Mapping[str, str] = os.environ) 
       root: Where dev/ and proc/ are.
       environ: The process's environment.
     """
-    in_dev = [
-        path
-        for path in root.glob("dev/nvidia*")
-        if re.fullmatch(r"nvidia\d+", path.name)
-    ]
-    in_proc = list(root.glob("proc/driver/nvidia/gpus/*"))
+    in_dev = len(list(root.glob("dev/nvidia[0-9]*")))
+    in_proc = len(list(root.glob("proc/driver/nvidia/gpus/*")))
     visible = environ.get("CUDA_VISIBLE_DEVICES")
-    num_present = max(len(in_dev), len(in_proc))
+    num_present = max(in_dev, in_proc)
+    plugins = importlib.metadata.entry_points(group="jax_plugins").names
     return Gpus(
         num_present=num_present,
-        num_visible=_num_visible(len(in_dev), visible),
-        cuda_plugins=_cuda_plugins(),
+        num_visible=_num_visible(in_dev, visible),
+        cuda_plugins=tuple(sorted(name for name in plugins if "cuda" in name)),
         driver_cuda=_driver_cuda() if num_present else "",
         jax_platforms=jax_option("jax_platforms") or "",
         cuda_visible_devices=visible,
@@ -73,43 +70,36 @@ def jax_option(name: str) -> Any:
 def unusable(found: Gpus) -> str:
     """Why JAX cannot use the GPUs, and what to install."""
     have = ", ".join(found.cuda_plugins) or "no CUDA plugin"
-    driver = f"the driver supports CUDA {found.driver_cuda}"
-    major = int(found.driver_cuda.partition(".")[0] or 0)
-    extra = "cuda13" if major >= 13 else "cuda12"
-    install = f"`pip install 'mtuner-jax[{extra}]'` ({driver})"
-    if not found.driver_cuda:
-        install = (
-            "`pip install 'mtuner-jax[cuda12]'` or `pip install 'mtuner-jax[cuda13]'`, "
-            "whichever CUDA version nvidia-smi shows"
-        )
+    command = "`pip install 'mtuner-jax[{}]'`".format
+    driver = found.driver_cuda
+    if driver:
+        extra = "cuda13" if float(driver) >= 13 else "cuda12"
+        install = f"{command(extra)} (the driver supports CUDA {driver})"
+    else:
+        both = f"{command('cuda12')} or {command('cuda13')}"
+        install = f"{both}, whichever CUDA version nvidia-smi shows"
     return (
-        f"{found.present} found, but JAX "
-        f"cannot use them; installed is {have}. Install with {install}, or use "
-        "--platform cpu"
+        f"{found.present} found, but JAX cannot use them; installed is {have}. "
+        f"Install with {install}, or use --platform cpu"
     )
 
 
-def devices(number: int) -> str:
-    """`device` or `devices`."""
-    return "device" if number == 1 else "devices"
+def counted(number: int, kind: str) -> str:
+    """`8 NVIDIA devices`."""
+    return f"{number} {kind} device{'' if number == 1 else 's'}"
 
 
 def _num_visible(num_in_dev: int, visible: str | None) -> int:
     """How CUDA counts: names up to the first that is no device."""
     if visible is None:
         return num_in_dev
-    count = 0
-    for name in visible.split(","):
-        name = name.strip()
-        if not name or (name.lstrip("-").isdigit() and not 0 <= int(name) < num_in_dev):
-            break
-        count += 1
-    return min(count, num_in_dev)
 
+    def names_one(name: str) -> bool:
+        number = int(name) if name.lstrip("-").isdigit() else 0
+        return bool(name) and 0 <= number < num_in_dev
 
-def _cuda_plugins() -> tuple[str, ...]:
-    points = importlib.metadata.entry_points(group="jax_plugins")
-    return tuple(sorted({point.name for point in points if "cuda" in point.name}))
+    names = (name.strip() for name in visible.split(","))
+    return min(sum(1 for _ in itertools.takewhile(names_one, names)), num_in_dev)
 
 
 def _driver_cuda() -> str:

@@ -18,19 +18,19 @@ SYSFS = pathlib.Path("/sys")
 _logger = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, order=True)
 class PciPlace:
-    """Where a device sits.
+    """Where a device sits; the order of places keeps every subtree together.
 
     Attributes:
-      address: PCI address, `0000:65:00.0`.
       numa_node: Node of the CPU that its root complex belongs to, -1 if unknown.
       bridges: Root complex and bridges on the way to it, from the CPU outwards.
+      address: PCI address, `0000:65:00.0`.
     """
 
-    address: str
     numa_node: int
     bridges: tuple[str, ...]
+    address: str
 
     @property
     def switch(self) -> str:
@@ -67,18 +67,10 @@ def neighbours_together(
         _logger.info("device order: as CUDA counts, NVML knows %d devices", known)
         return found
     places = [pci_place(addresses[ordinal], sysfs=sysfs) for ordinal in ordinals]
-    order = by_place(places)
+    order = sorted(range(len(places)), key=places.__getitem__)
     for line in lines(places, order):
         _logger.info("%s", line)
     return [found[index] for index in order]
-
-
-def by_place(places: Sequence[PciPlace]) -> list[int]:
-    """Indices by NUMA node and path of bridges, which keeps every subtree together."""
-    return sorted(
-        range(len(places)),
-        key=lambda i: (places[i].numa_node, places[i].bridges, places[i].address),
-    )
 
 
 def lines(places: Sequence[PciPlace], order: Sequence[int]) -> list[str]:
@@ -120,12 +112,10 @@ def pci_addresses(visible: str | None) -> list[str]:
     """
     pynvml.nvmlInit()
     try:
-        handles = [
-            pynvml.nvmlDeviceGetHandleByIndex(index)
-            for index in range(pynvml.nvmlDeviceGetCount())
-        ]
-        uuids = [_text(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
-        buses = [_text(pynvml.nvmlDeviceGetPciInfo(handle).busId) for handle in handles]
+        numbers = range(pynvml.nvmlDeviceGetCount())
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in numbers]
+        uuids = [pynvml.nvmlDeviceGetUUID(handle) for handle in handles]
+        buses = [pynvml.nvmlDeviceGetPciInfo(handle).busId for handle in handles]
     finally:
         pynvml.nvmlShutdown()
     return [buses[index] for index in visible_indices(visible, uuids)]
@@ -148,7 +138,3 @@ def visible_indices(visible: str | None, uuids: Sequence[str]) -> list[int]:
             break
         indices.append(matches[0])
     return indices
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value

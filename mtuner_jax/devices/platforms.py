@@ -15,7 +15,7 @@ import jax
 
 from mtuner_jax import configs
 from mtuner_jax.devices import detection, orders
-from mtuner_jax.hardware import cards
+from mtuner_jax.hardware import cards, machines
 
 # The name JAX documents, and the one that newer versions read as well.
 _FRACTION_NAMES = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
@@ -39,17 +39,22 @@ class Prepared:
     memory_fraction: float = 0.0
 
 
-def runs_on_cpu(platform: configs.Platform, found: detection.Gpus) -> bool:
-    """Whether the run goes to virtual CPU devices, by wish or for want of a GPU.
+def why_cpu(platform: configs.Platform, found: detection.Gpus) -> str:
+    """Why the run goes to virtual CPU devices; empty if it goes to GPUs.
 
     `--mesh auto` needs to know this, and `found.num_visible`, to choose its size.
     """
     if platform is configs.Platform.CPU:
-        return True
-    if platform is configs.Platform.AUTO:
-        hidden = found.cuda_visible_devices is not None and not found.num_visible
-        return found.jax_platforms == "cpu" or not found.num_present or hidden
-    return False
+        return "platform cpu was asked for"
+    if platform is configs.Platform.GPU:
+        return ""
+    if found.jax_platforms == "cpu":
+        return "JAX_PLATFORMS=cpu"
+    if not found.num_present:
+        return "no accelerator found"
+    visible = found.cuda_visible_devices
+    hidden = visible is not None and not found.num_visible
+    return f"CUDA_VISIBLE_DEVICES={visible!r} hides {found.present}" if hidden else ""
 
 
 def decide(
@@ -58,7 +63,6 @@ def decide(
     *,
     found: detection.Gpus,
     mesh: str = "auto",
-    num_hosts: int = 1,
 ) -> Prepared:
     """Chooses CPU or GPU; never a silent replacement of one by the other.
 
@@ -67,31 +71,21 @@ def decide(
       num_devices: Devices of the whole mesh.
       found: What `look` returned.
       mesh: The mesh's name, for the line.
-      num_hosts: Machines that share the mesh.
 
     Raises:
       ConfigError: GPUs that JAX cannot use, or too few of them.
     """
-    if runs_on_cpu(platform, found):
-        line = (
-            f"{_why_cpu(platform, found)}: mesh {mesh} runs on {num_devices} virtual "
-            f"CPU {detection.devices(num_devices)}"
-        )
-        return Prepared(
-            platform=configs.Platform.CPU, num_devices=num_devices, line=line
-        )
-    _check_usable(found)
-    num_here = -(-num_devices // num_hosts)
-    if found.num_visible < num_here:
-        limited = found.cuda_visible_devices is not None
-        by = f" (CUDA_VISIBLE_DEVICES={found.cuda_visible_devices})" if limited else ""
-        raise configs.ConfigError(
-            f"mesh {mesh} needs {num_here} NVIDIA {detection.devices(num_here)}, "
-            f"{found.num_visible} found{by}; choose a smaller --mesh (auto takes all), "
-            "or --platform cpu"
-        )
-    line = f"mesh {mesh} runs on {num_devices} NVIDIA {detection.devices(num_devices)}"
-    return Prepared(platform=configs.Platform.GPU, num_devices=num_devices, line=line)
+    why = why_cpu(platform, found)
+    problem = "" if why else _why_no_gpu(found, num_devices, mesh)
+    if problem:
+        raise configs.ConfigError(problem)
+    needed = detection.counted(num_devices, "virtual CPU" if why else "NVIDIA")
+    line = f"mesh {mesh} runs on {needed}"
+    return Prepared(
+        platform=configs.Platform.CPU if why else configs.Platform.GPU,
+        num_devices=num_devices,
+        line=f"{why}: {line}" if why else line,
+    )
 
 
 def prepare(
@@ -100,7 +94,6 @@ def prepare(
     *,
     mesh: str = "auto",
     deterministic: bool = False,
-    num_hosts: int = 1,
 ) -> Prepared:
     """Decides, and sets JAX and XLA up accordingly; JAX must not have started.
 
@@ -109,15 +102,12 @@ def prepare(
       num_devices: Devices of the whole mesh.
       mesh: The mesh's name, for the line.
       deterministic: On GPUs, kernels that repeat bit for bit.
-      num_hosts: Machines that share the mesh.
 
     Raises:
       ConfigError: GPUs that JAX cannot use, too few of them, or JAX has started with
         fewer CPU devices.
     """
-    prepared = decide(
-        platform, num_devices, found=detection.look(), mesh=mesh, num_hosts=num_hosts
-    )
+    prepared = decide(platform, num_devices, found=detection.look(), mesh=mesh)
     on_gpu = prepared.platform is configs.Platform.GPU
     if on_gpu:
         fraction = prepare_gpu(deterministic=deterministic)
@@ -195,11 +185,7 @@ def cache_directory(
     instructions of the machine that compiled them, so machines that share a home
     folder but not these have a folder each.
     """
-    if "MTUNER_CACHE_DIR" in environ:
-        base = pathlib.Path(environ["MTUNER_CACHE_DIR"])
-    else:
-        default = pathlib.Path.home() / ".cache"
-        base = pathlib.Path(environ.get("XDG_CACHE_HOME") or default, "mtuner-jax/xla")
+    base = machines.user_directory("xla", "MTUNER_CACHE_DIR", environ=environ)
     if on_gpu:
         return base / "gpu"
     flags = ""
@@ -209,38 +195,36 @@ def cache_directory(
     return base / f"cpu-{hashlib.sha256(flags.encode()).hexdigest()[:12]}"
 
 
-def _why_cpu(platform: configs.Platform, found: detection.Gpus) -> str:
-    if platform is configs.Platform.CPU:
-        return "platform cpu was asked for"
-    if found.jax_platforms == "cpu":
-        return "JAX_PLATFORMS=cpu"
-    if found.num_present:
-        return (
-            f"CUDA_VISIBLE_DEVICES={found.cuda_visible_devices!r} hides {found.present}"
-        )
-    return "no accelerator found"
-
-
-def _check_usable(found: detection.Gpus) -> None:
+def _why_no_gpu(found: detection.Gpus, num_devices: int, mesh: str) -> str:
+    """Why JAX cannot use so many GPUs, which were asked for; empty if it can."""
+    visible = found.cuda_visible_devices
     if not found.num_present:
-        raise configs.ConfigError(
+        return (
             "platform=gpu: no NVIDIA device in /dev or /proc/driver/nvidia/gpus; "
             "install the driver, or use --platform cpu"
         )
     if found.jax_platforms == "cpu":
-        raise configs.ConfigError(
+        return (
             "platform=gpu, but JAX_PLATFORMS=cpu in the environment: unset one of them"
         )
     if not found.num_visible:
         where = "this process can open none of them in /dev"
-        if found.cuda_visible_devices is not None:
-            where = f"CUDA_VISIBLE_DEVICES={found.cuda_visible_devices!r} hides them"
-        raise configs.ConfigError(
+        if visible is not None:
+            where = f"CUDA_VISIBLE_DEVICES={visible!r} hides them"
+        return (
             f"{found.present} on this machine, but {where}; start a container "
             "with `--gpus all`, or use --platform cpu"
         )
     if not found.cuda_plugins:
-        raise configs.ConfigError(detection.unusable(found))
+        return detection.unusable(found)
+    if found.num_visible < num_devices:
+        by = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
+        return (
+            f"mesh {mesh} needs {detection.counted(num_devices, 'NVIDIA')}, "
+            f"{found.num_visible} found{by}; choose a smaller --mesh (auto takes all), "
+            "or --platform cpu"
+        )
+    return ""
 
 
 def _memory_fraction() -> float:

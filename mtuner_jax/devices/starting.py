@@ -51,7 +51,7 @@ def start(
       ConfigError: An unknown mesh, or devices that are not there.
     """
     found = detection.look()
-    on_cpu = platforms.runs_on_cpu(platform, found)
+    on_cpu = bool(platforms.why_cpu(platform, found))
     spec = meshes.parse(mesh, num_devices=0 if on_cpu else found.num_visible)
     prepared = platforms.prepare(
         platform, spec.num_devices, mesh=spec.name, deterministic=deterministic

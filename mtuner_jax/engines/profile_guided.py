@@ -6,6 +6,7 @@ is compiled once more with the profile, which is stored for the next run.
 """
 
 import hashlib
+import itertools
 import logging
 import math
 import pathlib
@@ -100,11 +101,11 @@ class GuidedStep:
         if path is not None and path.is_file():
             _logger.info("compiling with the stored profile %s", path)
             return self._compile(path.read_bytes())
-        self.compiled = self._lowered.compile(compiler_options=self._options)
-        return self.compiled
+        return self._compile()
 
     def _adopt(self, profile: bytes) -> None:
-        if not profile:
+        path = self._path()
+        if not profile or path is None:
             _logger.warning(
                 "the profiler returned nothing (another tool may hold it); gathers are "
                 "scheduled by XLA's own estimate"
@@ -112,34 +113,26 @@ class GuidedStep:
             self._directory = None
             self._settled_at = self._calls
             return
-        path = self._path()
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(profile)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(profile)
         calls = self._calls - _WARMUP_CALLS
         _logger.info("compiling the step again with a profile of %d steps", calls)
         self._compile(profile)
 
-    def _compile(self, profile: bytes) -> jax.stages.Compiled:
+    def _compile(self, profile: bytes = b"") -> jax.stages.Compiled:
         assert self._lowered is not None
-        options: Any = {**self._options, "fdo_profile": profile}
+        options: Any = self._options | ({"fdo_profile": profile} if profile else {})
         self.compiled = self._lowered.compile(compiler_options=options)
-        self.guided = True
-        self._settled_at = self._calls
+        self.guided, self._settled_at = bool(profile), self._calls
         return self.compiled
 
     def _path(self) -> pathlib.Path | None:
         if self._directory is None or self._lowered is None:
             return None
-        text = "\n".join(
-            (
-                self._lowered.as_text(),
-                repr(sorted(self._options.items())),
-                jax.__version__,
-                jax.devices()[0].device_kind,
-            )
-        )
-        name = hashlib.sha256(text.encode()).hexdigest()[:32]
+        device_kind = jax.devices()[0].device_kind
+        options = repr(sorted(self._options.items()))
+        parts = (self._lowered.as_text(), options, jax.__version__, device_kind)
+        name = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
         return self._directory / f"{name}.fdo"
 
 
@@ -158,15 +151,17 @@ def exposed_communication_s(
     """
     files = sorted(trace_directory.glob("**/*.xplane.pb"))
     data = jax.profiler.ProfileData.from_file(str(files[-1]))
-    planes = [plane for plane in data.planes if plane.name.startswith("/device:GPU:0")]
     spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-    for plane in planes:
-        for line in plane.lines:
-            if not line.name.startswith("Stream"):
-                continue
-            for event in line.events:
-                end = event.start_ns + event.duration_ns
-                spans[is_communication(event.name)].append((event.start_ns, end))
+    streams = (
+        line
+        for plane in data.planes
+        if plane.name.startswith("/device:GPU:0")
+        for line in plane.lines
+        if line.name.startswith("Stream")
+    )
+    for event in itertools.chain.from_iterable(line.events for line in streams):
+        end = event.start_ns + event.duration_ns
+        spans[is_communication(event.name)].append((event.start_ns, end))
     total, alone = _covered(spans[True]), _covered(spans[False])
     both = _covered(spans[True] + spans[False])
     return total / 1e9, (both - alone) / 1e9

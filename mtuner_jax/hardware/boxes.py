@@ -4,17 +4,17 @@ A row is a preset of `--hardware` and, under the same name, of `--mesh`.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 from mtuner_jax.hardware import cards
-from mtuner_jax.hardware.cards import GB, Card
+from mtuner_jax.hardware.cards import GB, Card, Figure
 
 DEVICES_PER_HOST = 8
 # Without an accelerator a run stands in for this box.
 WITHOUT_ACCELERATOR = "pcie8"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Tier:
+class Tier(NamedTuple):
     """A mesh axis of a box: two devices along it, and what links them.
 
     Attributes:
@@ -29,7 +29,18 @@ class Tier:
     latency_s: float
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+# Between two H200 in one JAX program: 64 MiB at 150 GiB/s and 1 GiB at 241 GiB/s are
+# 168 us and 276 GB/s; that includes the host's share of a call.
+_NVLINK = Tier("NVLink", 276 * GB, 100e-6)
+_NVLINK_SOURCE = "64 MiB and 1 GiB between two H200, from 417 us and 4.15 ms"
+_EIGHT_NVLINK = (
+    f"assumed: as measured by JAX between two H200 ({_NVLINK_SOURCE}); NCCL's own "
+    "benchmark reaches 360 GB/s over eight H100 (NVIDIA/nccl-tests issue 326)"
+)
+_THROUGH_HOST = Tier("PCIe through the host", 25 * GB, 150e-6)
+
+
+@dataclasses.dataclass(frozen=True)
 class Box:
     """Equal cards and what links them.
 
@@ -37,7 +48,6 @@ class Box:
       card: Which card.
       tiers: Mesh axes of two devices each, slowest link first.
       source: Where the links' figures come from.
-      overlap_slowdown: How many times longer computation takes beside a collective.
       p2p_disabled: Whether these are figures under NCCL_P2P_DISABLE=1, of a box that
         has a row without it too; such a row is no mesh preset.
     """
@@ -45,7 +55,6 @@ class Box:
     card: Card
     tiers: tuple[Tier, ...] = ()
     source: str = "one card: no link"
-    overlap_slowdown: float = 1.0
     p2p_disabled: bool = False
 
     @property
@@ -59,11 +68,14 @@ class Box:
         return 2 ** len(self.tiers)
 
     @property
-    def overlap_source(self) -> str:
-        """Where `overlap_slowdown` comes from."""
+    def overlap_slowdown(self) -> Figure[float]:
+        """How many times longer computation takes beside a collective."""
         if not self.tiers:
-            return "one card: no collective"
-        return "assumed: NCCL's kernels take some multiprocessors and memory bandwidth"
+            return Figure(1.0, "one card: no collective")
+        return Figure(
+            1.1 if _NVLINK in self.tiers else 1.05,
+            "assumed: NCCL's kernels take some multiprocessors and memory bandwidth",
+        )
 
     @property
     def title(self) -> str:
@@ -71,29 +83,6 @@ class Box:
         hosts = -(-self.num_devices // DEVICES_PER_HOST)
         cards_of_host = f"{self.num_devices // hosts} x {self.card.title}"
         return f"{hosts} hosts of {cards_of_host}" if hosts > 1 else cards_of_host
-
-
-# Between two H200 in one JAX program: 64 MiB at 150 GiB/s and 1 GiB at 241 GiB/s are
-# 168 us and 276 GB/s; that includes the host's share of a call.
-_NVLINK = Tier(link="NVLink", bytes_per_s=276 * GB, latency_s=100e-6)
-_NVLINK_SOURCE = "64 MiB and 1 GiB between two H200, from 417 us and 4.15 ms"
-_EIGHT_NVLINK = (
-    f"assumed: as measured by JAX between two H200 ({_NVLINK_SOURCE}); NCCL's own "
-    "benchmark reaches 360 GB/s over eight H100 (NVIDIA/nccl-tests issue 326)"
-)
-_THROUGH_HOST = Tier(
-    link="PCIe through the host", bytes_per_s=25 * GB, latency_s=150e-6
-)
-_BESIDE_PCIE, _BESIDE_NVLINK = 1.05, 1.1
-
-
-def _eight_over_nvlink(card: Card) -> Box:
-    return Box(
-        card=card,
-        tiers=3 * (_NVLINK,),
-        source=_EIGHT_NVLINK,
-        overlap_slowdown=_BESIDE_NVLINK,
-    )
 
 
 def _eight_over_pcie(card: Card, source: str, *links: tuple[float, float]) -> Box:
@@ -105,15 +94,11 @@ def _eight_over_pcie(card: Card, source: str, *links: tuple[float, float]) -> Bo
       *links: (GB/s received, latency in us), slowest first.
     """
     names = ("between NUMA domains", "between PCIe switches", "within a PCIe switch")
-    return Box(
-        card=card,
-        tiers=tuple(
-            Tier(link=name, bytes_per_s=rate * GB, latency_s=latency_us / 1e6)
-            for name, (rate, latency_us) in zip(names, links, strict=True)
-        ),
-        source=source,
-        overlap_slowdown=_BESIDE_PCIE,
+    tiers = (
+        Tier(name, rate * GB, latency_us / 1e6)
+        for name, (rate, latency_us) in zip(names, links, strict=True)
     )
+    return Box(card, tuple(tiers), source)
 
 
 BOXES: dict[str, Box] = {
@@ -126,51 +111,39 @@ BOXES: dict[str, Box] = {
         (19.5, 50),
         (20.0, 40),
     ),
-    "nvlink8": _eight_over_nvlink(cards.H100_SXM),
+    "nvlink8": Box(cards.H100_SXM, 3 * (_NVLINK,), _EIGHT_NVLINK),
     "nvlink32": Box(
-        card=cards.H100_SXM,
-        tiers=(
-            Tier(link="between hosts", bytes_per_s=160 * GB, latency_s=150e-6),
-            Tier(link="between hosts", bytes_per_s=160 * GB, latency_s=130e-6),
+        cards.H100_SXM,
+        (
+            Tier("between hosts", 160 * GB, 150e-6),
+            Tier("between hosts", 160 * GB, 130e-6),
             *3 * (_NVLINK,),
         ),
-        source=(
-            "between hosts assumed: 8 x 400 Gb/s a host at 46 GB/s each "
-            "(NVIDIA/nccl-tests issue 290), of whose sum a gather over all devices "
-            f"reaches under a half; within a host {_EIGHT_NVLINK}"
-        ),
-        overlap_slowdown=_BESIDE_NVLINK,
+        "between hosts assumed: 8 x 400 Gb/s a host at 46 GB/s each "
+        "(NVIDIA/nccl-tests issue 290), of whose sum a gather over all devices "
+        f"reaches under a half; within a host {_EIGHT_NVLINK}",
     ),
-    "h200x1": Box(card=cards.H200),
+    "h200x1": Box(cards.H200),
     "h200x2": Box(
-        card=cards.H200,
-        tiers=(_NVLINK,),
-        source=(
-            f"measured on two H200: {_NVLINK_SOURCE}; assumed: 100 us of the "
-            "168 us that both imply are the gather's own"
-        ),
-        overlap_slowdown=_BESIDE_NVLINK,
+        cards.H200,
+        (_NVLINK,),
+        f"measured on two H200: {_NVLINK_SOURCE}; assumed: 100 us of the 168 us that "
+        "both imply are the gather's own",
     ),
     "h200x2-pcie": Box(
-        card=cards.H200,
-        tiers=(_THROUGH_HOST,),
-        source=(
-            "measured on two H200 with NCCL_P2P_DISABLE=1: 25 GB/s from 64 MiB on; "
-            "4 and 16 MiB at 10 and 21 GiB/s imply 220 and 70 us, their mean is taken"
-        ),
-        overlap_slowdown=_BESIDE_PCIE,
+        cards.H200,
+        (_THROUGH_HOST,),
+        "measured on two H200 with NCCL_P2P_DISABLE=1: 25 GB/s from 64 MiB on; 4 and "
+        "16 MiB at 10 and 21 GiB/s imply 220 and 70 us, their mean is taken",
         p2p_disabled=True,
     ),
-    "h200x8": _eight_over_nvlink(cards.H200),
+    "h200x8": Box(cards.H200, 3 * (_NVLINK,), _EIGHT_NVLINK),
     "h200x8-pcie": Box(
-        card=cards.H200,
-        tiers=3 * (_THROUGH_HOST,),
-        source=(
-            "assumed: over each axis as measured between two H200 with "
-            "NCCL_P2P_DISABLE=1 (h200x2-pcie); eight cards share the host's memory "
-            "and the link between its CPUs, so the slower axes may reach less"
-        ),
-        overlap_slowdown=_BESIDE_PCIE,
+        cards.H200,
+        3 * (_THROUGH_HOST,),
+        "assumed: over each axis as measured between two H200 with NCCL_P2P_DISABLE=1 "
+        "(h200x2-pcie); eight cards share the host's memory and the link between its "
+        "CPUs, so the slower axes may reach less",
         p2p_disabled=True,
     ),
     "l40sx8": _eight_over_pcie(

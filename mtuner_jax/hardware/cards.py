@@ -34,8 +34,7 @@ class XlaTarget:
       num_cores: Streaming multiprocessors.
       fpus_per_core: Float32 units of each.
       threads_per_core: Threads that one holds.
-      shared_bytes_per_core: Shared memory of each.
-      shared_bytes_per_block: What one block may ask for.
+      shared_bytes_per_core: Shared memory of each; a block may ask for all but 1 KiB.
       l2_bytes: Second-level cache.
       clock_ghz: Clock rate.
       memory_bytes_per_s: The data sheet's bandwidth.
@@ -47,7 +46,6 @@ class XlaTarget:
     fpus_per_core: int
     threads_per_core: int = 2048
     shared_bytes_per_core: int
-    shared_bytes_per_block: int
     l2_bytes: int
     clock_ghz: float
     memory_bytes_per_s: int
@@ -55,24 +53,13 @@ class XlaTarget:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Gpu:
-    """GPUs of one data sheet: what MFU needs to know.
-
-    Attributes:
-      pattern: Regular expression found in the names that JAX and NVML give them.
-      peak_flops_per_s: Dense bfloat16 with float32 sums, at the data sheet's boost
-        clock. NVIDIA's tables show twice as much, "with sparsity", for most GPUs.
-    """
-
-    pattern: str
-    peak_flops_per_s: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Card(Gpu):
+class Card:
     """A GPU that the planner can price; figures as in `machines.Hardware`.
 
     Attributes:
+      pattern: Regular expression found in the names that JAX and NVML give such GPUs.
+      peak_flops_per_s: Dense bfloat16 with float32 sums, at the data sheet's boost
+        clock. NVIDIA's tables show twice as much, "with sparsity", for most GPUs.
       device: The name that JAX (`device_kind`) and NVML give it.
       title: The name that people give it, with its nominal memory.
       memory_bytes: Device memory.
@@ -83,6 +70,8 @@ class Card(Gpu):
       xla: What XLA is told; None where no step can be compiled without the card.
     """
 
+    pattern: str
+    peak_flops_per_s: float
     device: str
     title: str
     memory_bytes: Figure[int]
@@ -130,7 +119,6 @@ _A100 = XlaTarget(
     num_cores=108,
     fpus_per_core=64,
     shared_bytes_per_core=167_936,
-    shared_bytes_per_block=166_912,
     l2_bytes=41_943_040,
     clock_ghz=1.41,
     memory_bytes_per_s=1_555_200_000_000,
@@ -140,7 +128,6 @@ _HOPPER = XlaTarget(
     num_cores=132,
     fpus_per_core=128,
     shared_bytes_per_core=233_472,
-    shared_bytes_per_block=232_448,
     l2_bytes=52_428_800,
     clock_ghz=1.98,
     memory_bytes_per_s=3_352_320_000_000,
@@ -152,7 +139,6 @@ _ADA = XlaTarget(
     fpus_per_core=128,
     threads_per_core=1536,
     shared_bytes_per_core=102_400,
-    shared_bytes_per_block=101_376,
     l2_bytes=96 * 2**20,
     clock_ghz=2.52,
     memory_bytes_per_s=864_000_000_000,
@@ -255,12 +241,12 @@ RTX_4090 = Card(
 )
 CARDS = (A100_PCIE, H100_SXM, H200, L40S, RTX_4090)
 # The first whose pattern is found is meant: variants stand before the plain name.
-_GPUS: tuple[Gpu, ...] = (
-    Gpu(pattern=r"\bH100 NVL\b", peak_flops_per_s=835.5e12),  # 1,671 with sparsity
-    Gpu(pattern=r"\bH100 PCIe\b", peak_flops_per_s=756.5e12),  # 1,513 with sparsity
-    Gpu(pattern=r"\bH200 NVL\b", peak_flops_per_s=835.5e12),  # 1,671 with sparsity
-    *CARDS,
-)
+_PEAKS_FLOPS_PER_S = {
+    r"\bH100 NVL\b": 835.5e12,  # 1,671 with sparsity
+    r"\bH100 PCIe\b": 756.5e12,  # 1,513 with sparsity
+    r"\bH200 NVL\b": 835.5e12,  # 1,671 with sparsity
+    **{card.pattern: card.peak_flops_per_s for card in CARDS},
+}
 
 
 def peak_flops_per_s(device_kind: str) -> float | None:
@@ -272,6 +258,5 @@ def peak_flops_per_s(device_kind: str) -> float | None:
     Returns:
       None for a CPU, or a GPU of which no peak is known.
     """
-    found = (gpu for gpu in _GPUS if re.search(gpu.pattern, device_kind))
-    gpu = next(found, None)
-    return gpu.peak_flops_per_s if gpu else None
+    known = _PEAKS_FLOPS_PER_S.items()
+    return next((peak for name, peak in known if re.search(name, device_kind)), None)

@@ -18,17 +18,13 @@ from mtuner_jax.numbers import records
 FORMAT = records.Format(what="hardware", version=1, again="run scripts/calibrate.py")
 DIRECTORY_VARIABLE = "MTUNER_HARDWARE_DIR"
 _PINNED_SHARE = 0.8  # the rest is for the processes and the system
-# Fields with a bound of their own; None is above 0.
-_LEAST: dict[str, float | None] = {
-    "memory_bytes": None,
-    "pool_fraction": None,
-    "attention_flops_per_s": None,
-    "memory_bytes_per_s": None,
-    "host_bytes_per_s": None,
-    "kernel_s": 0.0,
-    "reserve_bytes": 0.0,
-    "host_memory_bytes": 0.0,
-    "overlap_slowdown": 1.0,
+# Numbers have to be above 0, or from these on.
+_LEAST = {
+    "kernel_s": 0,
+    "latency_s": 0,
+    "reserve_bytes": 0,
+    "host_memory_bytes": 0,
+    "overlap_slowdown": 1,
 }
 _logger = logging.getLogger(__name__)
 
@@ -47,8 +43,7 @@ class Link:
     latency_s: float
 
     def __post_init__(self):
-        _check("link", "bytes_per_s", self.bytes_per_s, least=None)
-        _check("link", "latency_s", self.latency_s, least=0.0)
+        _check_numbers("link", self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,8 +91,7 @@ class Hardware:
     host_memory_bytes: int = 0
 
     def __post_init__(self):
-        for field, least in _LEAST.items():
-            _check(self.name, field, getattr(self, field), least=least)
+        _check_numbers(self.name, self)
         if len(self.links) != len(self.mesh_sizes) or min((1, *self.mesh_sizes)) < 1:
             raise ConfigError(
                 f"hardware {self.name}: {len(self.links)} links, "
@@ -110,7 +104,7 @@ class Hardware:
                 "pair or more, tokens ascending from 1 on"
             )
         for count, rate in self.matmul_flops_per_s:
-            _check(self.name, f"rate at {count} tokens", rate, least=None)
+            _check(self.name, f"rate at {count} tokens", rate)
         if self.pool_fraction > 1.0 or self.budget_bytes <= 0:
             raise ConfigError(
                 f"hardware {self.name}: pool_fraction={self.pool_fraction} of "
@@ -147,31 +141,40 @@ FIGURES = tuple(
 )
 
 
-def preset(name: str) -> Hardware:
+def preset(name: str, *, calibrated: Iterable[str] = ()) -> Hardware:
     """A machine that is known by name, without any calibration.
+
+    Args:
+      name: Its name.
+      calibrated: Other names that the user could have meant.
 
     Raises:
       ConfigError: No such preset; names the nearest and all.
     """
     box = boxes.BOXES.get(name)
     if box is None:
-        raise ConfigError(_unknown(name, boxes.BOXES))
+        names = sorted([*boxes.BOXES, *calibrated])
+        near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+        hint = f" (did you mean {' or '.join(near)}?)" if near else ""
+        raise ConfigError(
+            f"hardware={name!r} is unknown{hint}; use auto, {', '.join(names)}, or a "
+            ".json file of scripts/calibrate.py"
+        )
     links = (
         Link(bytes_per_s=float(tier.bytes_per_s), latency_s=tier.latency_s)
         for tier in box.tiers
     )
-    figures = {
+    figures: dict[str, Figure[Any]] = {
         **box.card.figures,
         "links": Figure(tuple(links), box.source),
-        "overlap_slowdown": Figure(box.overlap_slowdown, box.overlap_source),
+        "overlap_slowdown": box.overlap_slowdown,
     }
-    values: dict[str, Any] = {field: known.value for field, known in figures.items()}
     return Hardware(
         name=name,
         device=box.card.device,
         mesh_sizes=box.mesh_sizes,
         sources={field: known.source for field, known in figures.items()},
-        **values,
+        **{field: known.value for field, known in figures.items()},
     )
 
 
@@ -197,7 +200,7 @@ def find(
       ConfigError: Nothing of that name, a file that does not fit, or more mesh axes
         than links are known.
     """
-    directory = default_directory() if directory is None else directory
+    directory = directory or default_directory()
     if name == "auto":
         name = _automatic(mesh_sizes, mesh, device_kind, directory)
     is_file = name.endswith(".json")
@@ -239,21 +242,30 @@ def name_for(
       environ: NCCL_P2P_DISABLE=1 asks for the preset's variant without peer-to-peer.
     """
     disabled = environ.get("NCCL_P2P_DISABLE") == "1"
+    known = {
+        (box.card.device, box.num_devices, box.p2p_disabled): name
+        for name, box in boxes.BOXES.items()
+    }
     for wanted in (disabled, False):
-        for name, box in boxes.BOXES.items():
-            found = (box.card.device, box.num_devices, box.p2p_disabled)
-            if found == (device_kind, num_devices, wanted):
-                return name
+        if (device_kind, num_devices, wanted) in known:
+            return known[device_kind, num_devices, wanted]
     slug = re.sub(r"[^a-z0-9]+", "-", device_kind.lower()).strip("-")
     return f"{slug}x{num_devices}"
 
 
 def default_directory(*, environ: Mapping[str, str] = os.environ) -> pathlib.Path:
     """Where calibrations are kept: $MTUNER_HARDWARE_DIR, else the user's cache."""
-    if environ.get(DIRECTORY_VARIABLE):
-        return pathlib.Path(environ[DIRECTORY_VARIABLE])
+    return user_directory("hardware", DIRECTORY_VARIABLE, environ=environ)
+
+
+def user_directory(
+    part: str, variable: str, *, environ: Mapping[str, str] = os.environ
+) -> pathlib.Path:
+    """The folder that the environment's `variable` names, else `part` of our cache."""
+    if environ.get(variable):
+        return pathlib.Path(environ[variable])
     cache = environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(cache, "mtuner-jax/hardware")
+    return pathlib.Path(cache, "mtuner-jax", part)
 
 
 def read(path: pathlib.Path) -> Hardware:
@@ -287,68 +299,55 @@ def _automatic(
         _logger.info("hardware %s: no GPU was asked for its figures", chosen)
         return chosen
     name = name_for(device_kind, num_devices)
-    if name in boxes.BOXES or _file(directory, name).is_file():
+    if name in boxes.BOXES or (directory / f"{name}.json").is_file():
         return name
     larger = boxes.with_axes(len(mesh_sizes), device=device_kind)
-    by_size = sorted(larger, key=lambda known: (boxes.BOXES[known].num_devices, known))
-    chosen = by_size[0] if by_size else mesh
+    chosen = min(
+        larger,
+        key=lambda known: (boxes.BOXES[known].num_devices, known),
+        default=mesh,
+    )
     if chosen not in boxes.BOXES:
         raise ConfigError(
             f"hardware=auto: nothing is known of {num_devices} x {device_kind}; run "
-            "scripts/calibrate.py, or give "
-            f"--hardware {', '.join(boxes.BOXES)} or a file"
+            f"scripts/calibrate.py, or give --hardware {', '.join(boxes.BOXES)} or a "
+            "file"
         )
-    _logger.warning(
+    text = (
         "hardware: %d x %s is not known, figures are those of %s; scripts/calibrate.py "
-        "measures this machine",
-        num_devices,
-        device_kind,
-        chosen,
+        "measures this machine"
     )
+    _logger.warning(text, num_devices, device_kind, chosen)
     return chosen
 
 
 def _named(name: str, directory: pathlib.Path) -> Hardware:
     """A calibration if there is one that may stand for the name, else the preset."""
-    path = _file(directory, name)
-    known = boxes.BOXES.get(name)
+    path = directory / f"{name}.json"
     if not path.is_file():
-        if known is None:
-            calibrated = (file.stem for file in directory.glob("*.json"))
-            usable = (stem for stem in calibrated if not stem.endswith(".raw"))
-            raise ConfigError(_unknown(name, [*boxes.BOXES, *usable]))
-        return preset(name)
+        stems = (file.stem for file in directory.glob("*.json"))
+        usable = (stem for stem in stems if not stem.endswith(".raw"))
+        return preset(name, calibrated=usable)
     measured = read(path)
-    if known is None or measured.device == known.card.device:
+    card = boxes.BOXES[name].card.device if name in boxes.BOXES else measured.device
+    if measured.device == card:
         _logger.info("hardware %s: calibrated figures from %s", name, path)
         return measured
-    _logger.warning(
-        "hardware %s: %s is ignored, it describes %s and not %s",
-        name,
-        path,
-        measured.device,
-        known.card.device,
-    )
+    text = "hardware %s: %s is ignored, it describes %s and not %s"
+    _logger.warning(text, name, path, measured.device, card)
     return preset(name)
 
 
-def _file(directory: pathlib.Path, name: str) -> pathlib.Path:
-    return directory / f"{name}.json"
-
-
-def _unknown(name: str, known: Iterable[str]) -> str:
-    names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    hint = f" (did you mean {' or '.join(near)}?)" if near else ""
-    return (
-        f"hardware={name!r} is unknown{hint}; use auto, {', '.join(names)}, or a .json "
-        "file of scripts/calibrate.py"
-    )
-
-
-def _check(name: str, field: str, value: float, *, least: float | None) -> None:
-    """Refuses what is not finite, or not above 0 (`least` None), or below `least`."""
+def _check(name: str, field: str, value: float) -> None:
+    """Refuses what is not finite, or not above 0, or below the field's own least."""
+    least = _LEAST.get(field)
     good = value > 0 if least is None else value >= least
     if not good or not math.isfinite(value):
         bound = "above 0" if least is None else f"at least {least:g}"
         raise ConfigError(f"hardware {name}: {field}={value!r} must be {bound}")
+
+
+def _check_numbers(name: str, record: Link | Hardware) -> None:
+    for field, value in vars(record).items():
+        if isinstance(value, int | float):
+            _check(name, field, value)

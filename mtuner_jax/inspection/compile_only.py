@@ -10,10 +10,8 @@ import dataclasses
 import importlib.util
 import os
 import time
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.experimental import topologies
 from jax.sharding import Mesh
@@ -21,8 +19,8 @@ from jax.sharding import Mesh
 from mtuner_jax.configs import ConfigError
 from mtuner_jax.devices import meshes
 from mtuner_jax.engines import compiling
-from mtuner_jax.engines.elastic import engine, steps
-from mtuner_jax.engines.elastic.steps import StepSpec
+from mtuner_jax.engines.elastic.engine import ElasticEngine
+from mtuner_jax.engines.elastic.step_specs import StepSpec
 from mtuner_jax.hardware import boxes, cards
 from mtuner_jax.hardware.cards import Card
 from mtuner_jax.inspection import hlo_programs
@@ -118,11 +116,7 @@ def topology_mesh(card: Card, sizes: tuple[int, ...]) -> Mesh:
 
 
 def compile_train(
-    spec: StepSpec,
-    optimizer: optax.GradientTransformation,
-    *,
-    max_length: int,
-    dtype: Any = jnp.bfloat16,
+    spec: StepSpec, optimizer: optax.GradientTransformation, *, max_length: int
 ) -> CompileOnly:
     """Compiles a training step whose mesh is one of `topology_mesh`.
 
@@ -130,22 +124,14 @@ def compile_train(
       spec: The step.
       optimizer: Its optimizer.
       max_length: Tokens in a row (T).
-      dtype: Of the frozen weights.
     """
-    arguments = engine.abstract_arguments(
-        spec, optimizer, max_length=max_length, dtype=dtype
-    )
-    step = steps.build_train(
-        spec,
-        optimizer,
-        compiler_options=compiling.options(
-            on_gpu=True, merge_gathers=spec.plan.merge_gathers
-        ),
+    engine = ElasticEngine(
+        spec=spec, optimizer=optimizer, max_length=max_length, load_weights=dict
     )
     start = time.perf_counter()
-    compiled = step.lower(*arguments).compile()
+    compiled = engine.compile()
     compile_s = time.perf_counter() - start
-    hlo = compiled.as_text()
+    hlo = compiled.as_text() or ""
     return CompileOnly(
         allocated=compiling.compiled_bytes(compiled),
         cudnn_workspace_bytes=hlo_programs.cudnn_workspace_bytes(hlo),
@@ -177,7 +163,7 @@ gpu_device_info {{
   registers_per_block_limit: 65536
   shared_memory_per_block: 49152
   shared_memory_per_core: {xla.shared_bytes_per_core}
-  shared_memory_per_block_optin: {xla.shared_bytes_per_block}
+  shared_memory_per_block_optin: {xla.shared_bytes_per_core - 1024}
   l2_cache_size: {xla.l2_bytes}
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535

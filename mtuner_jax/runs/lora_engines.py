@@ -301,7 +301,6 @@ class EngineBuilder:
             dataclasses.replace(spec, mesh=mesh),
             engine.optimizer,
             max_length=engine.max_length,
-            dtype=jnp.dtype(self.job.dtype),
         )
         return result.allocated.total + result.cudnn_workspace_bytes
 

