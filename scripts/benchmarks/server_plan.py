@@ -127,8 +127,12 @@ class _Lister:
         )
         inputs = requests.make(shape, request)
         hardware = self.machines[case.setting]
-        priced = {"hardware": hardware, "budget_bytes": hardware.budget_bytes}
-        return ablations.Place(**vars(inputs) | priced)
+        return ablations.Place(
+            workload=inputs.workload,
+            hardware=hardware,
+            mesh_sizes=inputs.mesh_sizes,
+            budget_bytes=hardware.budget_bytes,
+        )
 
     def ranked(self, cases: Sequence[PlannedCase]) -> Iterator[tuple[Rank, Run]]:
         """All runs with their ranks."""
