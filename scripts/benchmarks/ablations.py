@@ -8,12 +8,11 @@ without.
 
 import dataclasses
 
-from mtuner_jax.hardware.machines import Hardware
 from mtuner_jax.planning.costs import passes
 from mtuner_jax.planning.plans import Plan, Saved
 from mtuner_jax.planning.searching.allowed import Allowed
 from mtuner_jax.planning.searching.search import Searcher
-from mtuner_jax.planning.workloads import Workload
+from mtuner_jax.runs.requests import PlanningInputs
 from scripts.benchmarks import mechanisms
 
 NOTHING_KEPT, ONE_RATIO, PROGRESSIVE = "nothing kept", "one ratio", "progressive"
@@ -21,20 +20,8 @@ TAIL, NO_TAIL = "tail", "no tail"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Place:
-    """What plans are made for.
-
-    Attributes:
-      workload: Sizes and batch.
-      hardware: The machine; its links those of the mesh's axes.
-      mesh_sizes: Devices along each mesh axis, slowest link first.
-      budget_bytes: That a compiled step may take on a device.
-    """
-
-    workload: Workload
-    hardware: Hardware
-    mesh_sizes: tuple[int, ...]
-    budget_bytes: int
+class Place(PlanningInputs):
+    """What plans are made for."""
 
     def plan(self, allowed: Allowed) -> Plan | None:
         """The fastest plan that fits and uses only what is allowed."""

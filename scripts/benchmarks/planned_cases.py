@@ -43,10 +43,8 @@ def make(case: Case, place: ablations.Place) -> PlannedCase:
     Raises:
       ConfigError: No plan fits.
     """
-    priced = (place.workload, place.hardware)
-    limits = {"mesh_sizes": place.mesh_sizes, "budget_bytes": place.budget_bytes}
-    planned = search.fastest(*priced, **limits).plan
-    found = [s for s in static_plans.best(*priced, **limits) if s.plan is not None]
+    planned = search.fastest(**vars(place)).plan
+    found = [s for s in static_plans.best(**vars(place)) if s.plan is not None]
     fastest = sorted(found, key=lambda static: (static.step_s, static.name))
     return PlannedCase(
         case=case,

@@ -24,11 +24,11 @@ from scripts.benchmarks import (
     run_lists,
     server_machines,
 )
+from scripts.benchmarks.comparison_tables import PLANNED, STATIC
 from scripts.benchmarks.planned_cases import PlannedCase
 from scripts.benchmarks.run_lists import Case, Kind, Run, RunList
 from scripts.benchmarks.server_machines import SLOW, ListConfig
 
-PLANNED, STATIC = "planned", "static"
 _DIGITS = 2
 # A run before its steps: weights, first call; compiling, for each segment beyond one.
 _LOAD_S, _COMPILE_S, _SEGMENT_S = 15.0, 15.0, 6.0
