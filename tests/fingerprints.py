@@ -55,9 +55,7 @@ def write_programs(folder):
             seed=7,
         )
         optimizer = plan_cases.OPTIMIZER
-        given = engine.abstract_arguments(
-            spec, optimizer, max_length=plan_cases.TOKENS, dtype=dtype
-        )
+        given = engine.abstract_arguments(spec, optimizer, max_length=plan_cases.TOKENS)
         train = steps.build_train(spec, optimizer).lower(*given)
         evaluate = steps.build_eval(spec).lower(
             given.state.adapters, given.weights, given.batch

@@ -11,7 +11,6 @@ import pathlib
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
@@ -307,13 +306,12 @@ class EngineBuilder:
 
 def _load(job: LoraJob, spec: StepSpec) -> Params:
     """The frozen weights in their shardings, from disk or random."""
-    dtype = jnp.dtype(job.dtype)
-    abstract = layouts.layout(spec.model, spec.plan, spec.mesh, dtype=dtype)
+    abstract = jax.tree.map(lambda row: row.abstract(spec.mesh), spec.table)
     held = sizes.gib(layouts.num_bytes(abstract))
-    _logger.info("frozen weights: %s in %s per device", held, dtype.name)
+    _logger.info("frozen weights: %s in %s per device", held, job.dtype)
     if job.opened.source is None:
-        table = layouts.table(spec.model, spec.plan, spec.mesh, dtype=dtype)
-        return random_weights.draw(table, spec.mesh, jax.random.key(job.config.seed))
+        key = jax.random.key(job.config.seed)
+        return random_weights.draw(spec.table, spec.mesh, key)
     names = layouts.locate(job.opened.shape.tensors(), spec.plan)
     return hf_import.load(job.opened.source, names, abstract)
 

@@ -66,9 +66,7 @@ def segment(num_layers=3, rest=0, *, fwd=None, bwd=None, **settings):
 
 
 def trace(spec):
-    arguments = engine.abstract_arguments(
-        spec, OPTIMIZER, max_length=TOKENS, dtype=jnp.float32
-    )
+    arguments = engine.abstract_arguments(spec, OPTIMIZER, max_length=TOKENS)
     return steps.build_train(spec, OPTIMIZER).trace(*arguments)
 
 
@@ -420,9 +418,7 @@ COMPILED = {
 def test_compiled_step_moves_the_lowered_bytes_and_reuses_what_is_donated(name):
     segments, settings = COMPILED[name]
     spec = make_spec("2x2x2", segments, **settings)
-    arguments = engine.abstract_arguments(
-        spec, OPTIMIZER, max_length=TOKENS, dtype=jnp.float32
-    )
+    arguments = engine.abstract_arguments(spec, OPTIMIZER, max_length=TOKENS)
     traced = trace(spec)
     compiled = traced.lower().compile()
     moved = collectives.total_bytes(hlo_programs.collectives(compiled.as_text()))

@@ -17,7 +17,6 @@ from mtuner_jax.engines.elastic import steps
 from mtuner_jax.engines.elastic.step_specs import StepSpec
 from mtuner_jax.ops.cross_entropy.operands import TokenLoss
 from mtuner_jax.protocols.states import Batch, Params, StepMetrics, TrainState
-from mtuner_jax.weights import layouts
 
 
 class StepArguments(NamedTuple):
@@ -120,12 +119,7 @@ class ElasticEngine:
     def compile(self) -> jax.stages.Compiled:
         """Compiles the training step; nothing has to be loaded for it."""
         return self.step.compile(
-            *abstract_arguments(
-                self.spec,
-                self.optimizer,
-                max_length=self.max_length,
-                dtype=jnp.dtype(self.spec.plan.weight_dtype),
-            )
+            *abstract_arguments(self.spec, self.optimizer, max_length=self.max_length)
         )
 
     def put(self, rows: Batch) -> Batch:
@@ -163,11 +157,7 @@ def abstract_state(
 
 
 def abstract_arguments(
-    spec: StepSpec,
-    optimizer: optax.GradientTransformation,
-    *,
-    max_length: int,
-    dtype: Any,
+    spec: StepSpec, optimizer: optax.GradientTransformation, *, max_length: int
 ) -> StepArguments:
     """The inputs of `steps.build_train`, without allocating any.
 
@@ -175,7 +165,6 @@ def abstract_arguments(
       spec: The step.
       optimizer: Its optimizer.
       max_length: Tokens in a row (T).
-      dtype: Of the frozen weights.
     """
     plan, mesh = spec.plan, spec.mesh
     shape = (plan.accumulation, plan.num_devices * plan.microbatch, max_length)
@@ -188,7 +177,7 @@ def abstract_arguments(
     }
     return StepArguments(
         state=abstract_state(spec, optimizer),
-        weights=layouts.layout(spec.model, plan, mesh, dtype=dtype),
+        weights=jax.tree.map(lambda row: row.abstract(mesh), spec.table),
         batch=Batch(**batch),
         arenas=steps.abstract_arenas(spec, max_length=max_length),
     )

@@ -76,9 +76,7 @@ def host_bytes(*, prefetch):
         adapters=tiny.adapters(model, target_modules=("q_proj",)),
     )
     optimizer = optax.sgd(0.1)
-    arguments = engine.abstract_arguments(
-        spec, optimizer, max_length=TOKENS, dtype=jnp.bfloat16
-    )
+    arguments = engine.abstract_arguments(spec, optimizer, max_length=TOKENS)
     options = compiling.options(on_gpu=True)
     step = steps.build_train(spec, optimizer, compiler_options=options)
     stats = step.lower(*arguments).compile().memory_analysis()
