@@ -106,9 +106,12 @@ def _check_tree(names: Iterable[sources.HfName], abstract_params: Params) -> Non
     assert paths == ours.keys(), sorted(paths ^ ours.keys())
     for name in names:
         shape, _ = loading.hf_placement(name, ours[name.path])
-        fits = shape[1:] == name.shape[1:] and (
-            shape[0] >= name.shape[0] if name.padded else shape == name.shape
-        )
+        # Our rows, which may be padded, are their columns where we transpose.
+        want = list(name.shape)
+        if name.padded or name.transposed:
+            rows = 1 if name.transposed else 0
+            want[rows] = max(want[rows], shape[rows])
+        fits = shape == tuple(want)
         assert fits, (name, ours[name.path])
 
 

@@ -1,7 +1,7 @@
 """Devices -> mesh: presets, axis names, and which links an axis stands for.
 
 A mesh factorises its devices into axes ordered from the slowest link (`tier0`) to
-the fastest. Weights and batch are sharded over all axes.
+the fastest. What an axis is for, `Roles` says.
 """
 
 import dataclasses
@@ -53,6 +53,25 @@ class MeshSpec:
             )
         ]
         return f"mesh {self.name}: {' x '.join(parts) or '1 device'}, {self.hardware}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Roles:
+    """What the axes of a mesh are for.
+
+    Attributes:
+      data: Axes that split the batch and the frozen weights' rows, and that gradients
+        are summed over, slowest link first.
+      tensor: Axes that split one layer's product; none so far.
+    """
+
+    data: tuple[str, ...]
+    tensor: tuple[str, ...] = ()
+
+
+def roles(mesh: jax.sharding.Mesh) -> Roles:
+    """The roles of a mesh's axes: each one splits data."""
+    return Roles(data=mesh.axis_names)
 
 
 PRESETS = {

@@ -9,7 +9,6 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -48,10 +47,10 @@ class AxisRules:
 
 
 def rules(axes: Sequence[str], *, rest_axes: int) -> AxisRules:
-    """Rules for weights held over the `rest_axes` slowest axes.
+    """Rules for weights held over the `rest_axes` slowest data axes.
 
     Args:
-      axes: All mesh axes, slowest link first.
+      axes: The mesh's data axes, slowest link first.
       rest_axes: How many of them, from the slowest, a weight is not split over.
     """
     split = tuple(reversed(axes[rest_axes:]))
@@ -59,21 +58,21 @@ def rules(axes: Sequence[str], *, rest_axes: int) -> AxisRules:
     return AxisRules(batch=tuple(axes), weight_rows=split, vocab_rows=every)
 
 
-def is_sharded(leaf: str) -> bool:
-    """Whether a parameter of this name is split over devices at all."""
-    return any(LOGICAL_DIMS[leaf])
+def dims(leaf: str, *, stacked: bool) -> tuple[str | None, ...]:
+    """Logical dims of a parameter by its name; stacked ones lead with the layers'."""
+    return (None, *LOGICAL_DIMS[leaf]) if stacked else LOGICAL_DIMS[leaf]
 
 
-def parameter(
-    leaf: str, *, axis_rules: AxisRules, stacked: bool, mesh: jax.sharding.Mesh
-) -> NamedSharding:
-    """The sharding of a parameter; stacked ones have a leading dim of layers."""
-    dims = LOGICAL_DIMS[leaf]
-    return NamedSharding(mesh, axis_rules.spec(*((None, *dims) if stacked else dims)))
+def check_divides(
+    name: str, shape: Sequence[int], sharding: NamedSharding, *, remedy: str
+) -> None:
+    """Refuses a size that its mesh axes do not divide, where padding is not exact.
 
-
-def check_divides(name: str, shape: Sequence[int], sharding: NamedSharding) -> None:
-    """Refuses a size that its mesh axes do not divide.
+    Args:
+      name: The array, for the error.
+      shape: Its sizes.
+      sharding: Where it is to lie.
+      remedy: What to change, as the end of "use ...".
 
     Raises:
       ConfigError: It names array, dim, size and axes.
@@ -85,5 +84,5 @@ def check_divides(name: str, shape: Sequence[int], sharding: NamedSharding) -> N
             raise ConfigError(
                 f"{name}: dim {dim} of size {size} can't be split over the {devices} "
                 f"devices of mesh axes {', '.join(names)}; use a mesh whose size "
-                f"divides {size}"
+                f"divides {size}, or {remedy}"
             )

@@ -6,8 +6,21 @@ order, gathering over the next axis joins neighbouring blocks.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
+
+
+class Raised(NamedTuple):
+    """A weight on its way up.
+
+    Attributes:
+      whole: [D, ...].
+      part: What one device keeps of it when it is held over fewer axes.
+    """
+
+    whole: jax.Array
+    part: jax.Array
 
 
 def gather(shard: jax.Array, *, axes: Sequence[str]) -> jax.Array:
@@ -44,7 +57,7 @@ def discard(block: jax.Array, *, axes: Sequence[str]) -> jax.Array:
 
 
 def change(block: jax.Array, *, axes: Sequence[str], held: int, want: int) -> jax.Array:
-    """Brings a weight from being held over `held` to over `want` of all mesh `axes`.
+    """Brings a weight from being held over `held` to over `want` of mesh `axes`.
 
     One gather if it rises, no communication if it falls.
     """
@@ -53,15 +66,12 @@ def change(block: jax.Array, *, axes: Sequence[str], held: int, want: int) -> ja
     return discard(block, axes=axes[want:held])
 
 
-def through(
-    block: jax.Array, *, axes: Sequence[str], held: int, stop: int
-) -> tuple[jax.Array, jax.Array]:
+def through(block: jax.Array, *, axes: Sequence[str], held: int, stop: int) -> Raised:
     """The whole weight, and on the way the part held over `stop` axes.
 
-    Returns:
-      (whole, part). Every byte is received once: a gather up to `stop` and another
-      from there, or one gather and a slice if `stop` is below `held`.
+    Every byte is received once: a gather up to `stop` and another from there, or one
+    gather and a slice if `stop` is below `held`.
     """
     part = change(block, axes=axes, held=held, want=stop)
     begin, level = (part, stop) if stop > held else (block, held)
-    return change(begin, axes=axes, held=level, want=len(axes)), part
+    return Raised(change(begin, axes=axes, held=level, want=len(axes)), part)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from mtuner_jax.numbers import chunking
+from mtuner_jax.ops.cross_entropy.operands import Tokens
 
 
 def _order(axes: Sequence[str]) -> tuple[str, ...]:
@@ -32,9 +33,8 @@ def lookup(shard_VD: jax.Array, ids_BT: jax.Array, *, axes: Sequence[str]) -> ja
 
 
 def value_and_grad(
-    x_SD: jax.Array,
+    tokens: Tokens,
     shard_VD: jax.Array,
-    token_targets: tuple[jax.Array, jax.Array],
     *,
     axes: Sequence[str],
     vocab_size: int,
@@ -42,9 +42,8 @@ def value_and_grad(
     """`cross_entropy.reference` of this device's tokens on the split table.
 
     Args:
-      x_SD: This device's tokens, [S, D].
-      shard_VD: This device's rows.
-      token_targets: Targets and weights, each [S].
+      tokens: This device's, [S, D] and [S].
+      shard_VD: This device's rows, in the dtype of the tokens.
       axes: Mesh axes that the table is split over, slowest link first.
       vocab_size: Rows that are tokens; the others are padding.
 
@@ -53,41 +52,49 @@ def value_and_grad(
       tokens, one all-gather and one reduce-scatter of vectors, and two reductions of
       a number per token.
     """
-    size = chunking.loss_tokens(x_SD.shape[0], shard_VD.shape[0])
+    size = chunking.loss_tokens(tokens.x_SD.shape[0], shard_VD.shape[0])
     chunks = jax.tree.map(
-        lambda array: array.reshape(-1, size, *array.shape[1:]), (x_SD, *token_targets)
+        lambda array: array.reshape(-1, size, *array.shape[1:]), tokens
     )
 
-    def body(_, chunk):
+    def body(_: None, chunk: Tokens) -> tuple[None, tuple[jax.Array, jax.Array]]:
         return None, _chunk(chunk, shard_VD, axes=axes, vocab_size=vocab_size)
 
     _, (sums, dx) = jax.lax.scan(body, None, chunks)
-    return sums.sum(), dx.reshape(x_SD.shape)
+    return sums.sum(), dx.reshape(tokens.x_SD.shape)
 
 
-def _chunk(chunk, shard_VD, *, axes, vocab_size):
+def _chunk(
+    chunk: Tokens, shard_VD: jax.Array, *, axes: Sequence[str], vocab_size: int
+) -> tuple[jax.Array, jax.Array]:
+    """(loss sum of this device's tokens, gradient to them) for one chunk each."""
     order, rows = _order(axes), shard_VD.shape[0]
     wide = jnp.promote_types(shard_VD.dtype, jnp.float32)
-    x_SD, targets_S, weights_S = (
-        jax.lax.all_gather(part, order, axis=0, tiled=True) for part in chunk
+    # [S of all devices, ...]: each device has logits of all tokens for its own rows.
+    every = Tokens(
+        *(jax.lax.all_gather(part, order, axis=0, tiled=True) for part in chunk)
     )
     first = jax.lax.axis_index(order) * rows
-    logits_SV = jnp.einsum("sd,vd->sv", x_SD, shard_VD, preferred_element_type=wide)
-    columns_V = first + jnp.arange(rows, dtype=targets_S.dtype)
+    logits_SV = jnp.einsum(
+        "sd,vd->sv", every.x_SD, shard_VD, preferred_element_type=wide
+    )
+    columns_V = first + jnp.arange(rows, dtype=chunk.targets_S.dtype)
     logits_SV = jnp.where(
         columns_V[None, :] < vocab_size, logits_SV, jnp.finfo(wide).min
     )
+    # The largest logit is known to all before any exponential: sums then add up.
     top_S = jax.lax.pmax(logits_SV.max(axis=-1), order)
     exp_SV = jnp.exp(logits_SV - top_S[:, None])
     total_S = jax.lax.psum(exp_SV.sum(axis=-1), order)
-    hit_SV = columns_V[None, :] == targets_S[:, None]
+    hit_SV = columns_V[None, :] == every.targets_S[:, None]
     picked = jnp.where(hit_SV, logits_SV, jnp.zeros_like(logits_SV)).sum(axis=-1)
     loss_S = jnp.log(total_S) + top_S - jax.lax.psum(picked, order)
     share_SV = exp_SV / total_S[:, None] - hit_SV.astype(wide)
-    share_SV = (share_SV * weights_S.astype(wide)[:, None]).astype(shard_VD.dtype)
+    weights_S = every.weights_S.astype(wide)
+    share_SV = (share_SV * weights_S[:, None]).astype(shard_VD.dtype)
     dx_SD = jnp.einsum("sv,vd->sd", share_SV, shard_VD)
     dx_SD = jax.lax.psum_scatter(dx_SD, order, scatter_dimension=0, tiled=True)
-    mine = chunk[1].shape[0]
+    mine = chunk.targets_S.shape[0]
     start = jax.lax.axis_index(order) * mine
     own_S = jax.lax.dynamic_slice_in_dim(loss_S, start, mine, 0)
-    return jnp.sum(own_S * chunk[2].astype(wide)), dx_SD
+    return jnp.sum(own_S * chunk.weights_S.astype(wide)), dx_SD

@@ -1,6 +1,6 @@
 """What goes into a step and what comes out of it."""
 
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -10,8 +10,13 @@ Params = dict[str, Any]
 Array = jax.Array | np.ndarray
 
 
-class Batch(NamedTuple):
+Field = TypeVar("Field", jax.Array, np.ndarray)
+
+
+class Batch(NamedTuple, Generic[Field]):
     """Rows of one optimizer step or one evaluation, every field [B, T].
+
+    `Batch[np.ndarray]` comes from data, `Batch[jax.Array]` is what a step computes on.
 
     Attributes:
       input_ids: int32 tokens.
@@ -23,12 +28,12 @@ class Batch(NamedTuple):
       sample_ids: int32, the document's number in its dataset; keys dropout.
     """
 
-    input_ids: Array
-    targets: Array
-    weights: Array
-    segment_ids: Array
-    positions: Array
-    sample_ids: Array
+    input_ids: Field
+    targets: Field
+    weights: Field
+    segment_ids: Field
+    positions: Field
+    sample_ids: Field
 
 
 class TrainState(NamedTuple):

@@ -33,7 +33,7 @@ from mtuner_jax.protocols.states import Params
 from mtuner_jax.runs import planned, pricing, requests
 from mtuner_jax.runs.opening import OpenedModel
 from mtuner_jax.training import executors, run_dirs
-from mtuner_jax.weights import layouts
+from mtuner_jax.weights import layouts, random_weights
 
 _logger = logging.getLogger(__name__)
 
@@ -313,7 +313,8 @@ def _load(job: LoraJob, spec: StepSpec) -> Params:
     held = sizes.gib(layouts.num_bytes(abstract))
     _logger.info("frozen weights: %s in %s per device", held, dtype.name)
     if job.opened.source is None:
-        return layouts.random(abstract, spec.plan, jax.random.key(job.config.seed))
+        table = layouts.table(spec.model, spec.plan, spec.mesh, dtype=dtype)
+        return random_weights.draw(table, spec.mesh, jax.random.key(job.config.seed))
     names = layouts.locate(job.opened.shape.tensors(), spec.plan)
     return hf_import.load(job.opened.source, names, abstract)
 

@@ -133,7 +133,7 @@ def resolve(shape: ModelShape, request: StepRequest) -> ResolvedModel:
             math.prod(leaf[1:])
             for leaves in shapes["layers"].values()
             for name, leaf in leaves.items()
-            if not shardings.is_sharded(name)
+            if not any(shardings.LOGICAL_DIMS[name])
         ),
         max_length=request.max_length,
         global_batch_size=request.global_batch_size,

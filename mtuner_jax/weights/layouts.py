@@ -1,22 +1,23 @@
-"""The frozen weights as the engine holds them: one stack of layers per segment.
+"""The table of frozen weights: one row an array, what it is and where it lies.
 
 The model's tree {"embed", "layers", "head"} becomes {"embed", "segments", "head"},
-where "segments" maps "0", "1", ... to stacks of that segment's layers. Every leaf
-is created in its sharding; no device and no host ever holds more.
+where "segments" maps "0", "1", ... to stacks of that segment's layers. Loading, random
+weights, `shard_map` specs, raising, arenas and byte counts read this table.
 """
 
 import dataclasses
-import functools
+import enum
 import math
-import zlib
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import Mesh
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from mtuner_jax.devices import shardings
+from mtuner_jax.devices import meshes, shardings
+from mtuner_jax.numbers import chunking
 from mtuner_jax.planning.plans import Plan, Table
 from mtuner_jax.protocols.decoders import Decoder
 from mtuner_jax.protocols.states import Params
@@ -39,68 +40,114 @@ class NamedTensor(Protocol):
 Tensor = TypeVar("Tensor", bound=NamedTensor)
 
 
-def layout(model: Decoder, plan: Plan, mesh: Mesh, *, dtype: Any) -> Params:
-    """Shapes, dtype and shardings of the frozen weights under a plan.
+class Tier(enum.StrEnum):
+    """The memory that an array lies in."""
 
-    Vocabulary tables are padded with rows to a multiple of the devices.
+    DEVICE = "device"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FrozenArray:
+    """A row of the table: one array of the engine's tree.
+
+    Attributes:
+      path: Keys down the model's tree, such as ("layers", "mlp.up_proj", "kernel").
+      layers: The model's layers that it stacks along dim 0; None for one array.
+      dims: Logical dims; a dim with a name is split over devices.
+      shape: Sizes that mean something.
+      stored_shape: Sizes as stored: split rows are padded with zeros to a multiple of
+        the devices.
+      storage: Name of the dtype it is stored in.
+      tier: The memory it lies in.
+      spec: The mesh axes that split it.
+    """
+
+    path: tuple[str, ...]
+    layers: range | None
+    dims: tuple[str | None, ...]
+    shape: tuple[int, ...]
+    stored_shape: tuple[int, ...]
+    storage: str
+    tier: Tier
+    spec: P
+
+    @property
+    def is_split(self) -> bool:
+        """Whether its rows belong to devices at all."""
+        return any(self.dims)
+
+    def abstract(self, mesh: Mesh) -> jax.ShapeDtypeStruct:
+        """Stored shape, dtype and sharding, without allocating any."""
+        return jax.ShapeDtypeStruct(
+            self.stored_shape,
+            np.dtype(self.storage),
+            sharding=NamedSharding(mesh, self.spec),
+        )
+
+    def usable(self, whole: jax.Array, dtype: np.dtype) -> jax.Array:
+        """One layer's whole array as products take it.
+
+        Args:
+          whole: [rows as stored, ...], the layers' dim taken away.
+          dtype: What to compute in.
+
+        Returns:
+          [rows, ...] without those of padding; `whole` itself where nothing differs.
+        """
+        rows = self.shape[self.layers is not None]
+        return whole[:rows].astype(dtype)
+
+
+def table(model: Decoder, plan: Plan, mesh: Mesh, *, dtype: Any) -> Params:
+    """The frozen weights of a model under a plan.
+
+    Rows that the devices do not divide are padded with zeros, which is exact: they are
+    cut off, or masked, before use.
+
+    Args:
+      model: The decoder.
+      plan: What is held where.
+      mesh: The devices.
+      dtype: What the weights are stored in.
 
     Returns:
-      The engine's tree of `jax.ShapeDtypeStruct`, each with its sharding.
-
-    Raises:
-      ConfigError: A size that the mesh does not divide.
+      The engine's tree of `FrozenArray`.
     """
-    shapes, axes = model.shapes(), mesh.axis_names
-    tree: Params = {"segments": {}}
-    for part, table in (("embed", plan.embedding), ("head", plan.head)):
-        rules = shardings.rules(axes, rest_axes=0)
-        if table is Table.RESIDENT:
-            rules = dataclasses.replace(rules, vocab_rows=())
-        tree[part] = _abstract(shapes[part], part, axis_rules=rules, mesh=mesh)
-    for index, segment in enumerate(plan.segments):
-        stack = jax.tree.map(
-            lambda shape, n=segment.num_layers: (n, *shape[1:]),
-            shapes["layers"],
-            is_leaf=lambda node: isinstance(node, tuple),
-        )
-        rules = shardings.rules(axes, rest_axes=segment.rest_axes)
-        tree["segments"][str(index)] = _abstract(
-            stack, "layers", axis_rules=rules, mesh=mesh
-        )
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding),
-        tree,
+    shapes, axes = model.shapes(), meshes.roles(mesh).data
+    build = _Builder(
+        num_devices=math.prod(mesh.shape[axis] for axis in axes),
+        storage=np.dtype(dtype).name,
     )
+    tree: Params = {"segments": {}}
+    for part, kind in (("embed", plan.embedding), ("head", plan.head)):
+        rules = shardings.rules(axes, rest_axes=0)
+        if kind is Table.RESIDENT:
+            rules = dataclasses.replace(rules, vocab_rows=())
+        tree[part] = build.rows(shapes[part], (part,), rules=rules)
+    for index, (start, segment) in enumerate(
+        zip(plan.starts, plan.segments, strict=True)
+    ):
+        tree["segments"][str(index)] = build.rows(
+            shapes["layers"],
+            ("layers",),
+            rules=shardings.rules(axes, rest_axes=segment.rest_axes),
+            layers=range(start, start + segment.num_layers),
+        )
+    return tree
+
+
+def layout(model: Decoder, plan: Plan, mesh: Mesh, *, dtype: Any) -> Params:
+    """The table as the engine's tree of `jax.ShapeDtypeStruct`, with shardings.
+
+    Every leaf is created in its sharding; no device and no host ever holds more.
+    """
+    rows = table(model, plan, mesh, dtype=dtype)
+    return jax.tree.map(lambda row: row.abstract(mesh), rows)
 
 
 def locate(tensors: Sequence[Tensor], plan: Plan) -> tuple[Tensor, ...]:
     """Rewrites a checkpoint's name table from the model's tree to the engine's."""
     return tuple(_locate(tensor, plan) for tensor in tensors)
-
-
-def random(
-    abstract: Params, plan: Plan, key: jax.Array, *, scale: float = 0.02
-) -> Params:
-    """Random weights: norms 1, biases 0, the rest normal(scale).
-
-    A layer's weights depend on the key, its number and the leaf's name only, so every
-    plan and mesh of a model gets the same ones.
-    """
-    flat, tree = jax.tree_util.tree_flatten_with_path(abstract)
-    leaves = []
-    for path, leaf in flat:
-        names = [str(part.key) for part in path]
-        layers = None
-        if names[0] == "segments":
-            start = plan.starts[int(names.pop(1))]
-            layers = jnp.arange(start, start + leaf.shape[0], dtype=jnp.int32)
-        make = jax.jit(
-            functools.partial(_random_leaf, leaf=leaf, kind=names[-1], scale=scale),
-            out_shardings=leaf.sharding,
-        )
-        number = zlib.crc32("/".join(names).encode()) & 0x7FFFFFFF
-        leaves.append(make(jax.random.fold_in(key, number), layers))
-    return jax.tree.unflatten(tree, leaves)
 
 
 def num_bytes(abstract: Params) -> int:
@@ -111,7 +158,7 @@ def num_bytes(abstract: Params) -> int:
     )
 
 
-def _locate(tensor, plan):
+def _locate(tensor: Any, plan: Plan) -> Any:
     if tensor.layer is None:
         return tensor
     for index, start in reversed(tuple(enumerate(plan.starts))):
@@ -121,33 +168,39 @@ def _locate(tensor, plan):
     raise AssertionError(tensor)
 
 
-def _abstract(node, name, *, axis_rules, mesh):
-    if isinstance(node, dict):
-        return {
-            key: _abstract(child, f"{name}/{key}", axis_rules=axis_rules, mesh=mesh)
-            for key, child in node.items()
-        }
-    leaf = name.rpartition("/")[2]
-    sharding = shardings.parameter(
-        leaf, axis_rules=axis_rules, stacked=name.startswith("layers"), mesh=mesh
-    )
-    if leaf == "table":
-        node = (-(-node[0] // mesh.size) * mesh.size, *node[1:])
-    shardings.check_divides(name, node, sharding)
-    return jax.ShapeDtypeStruct(node, jnp.float32, sharding=sharding)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Builder:
+    """Makes rows of the table; what all of them share."""
 
+    num_devices: int
+    storage: str
 
-def _random_leaf(key, layers, *, leaf, kind, scale):
-    """One leaf; `layers` are the numbers along its first dim, None without layers."""
-    if kind == "scale":
-        return jnp.ones(leaf.shape, leaf.dtype)
-    if kind == "bias":
-        return jnp.zeros(leaf.shape, leaf.dtype)
-    if layers is None:
-        return scale * jax.random.normal(key, leaf.shape, leaf.dtype)
-
-    def one(layer):
-        own = jax.random.fold_in(key, layer)
-        return scale * jax.random.normal(own, leaf.shape[1:], leaf.dtype)
-
-    return jax.vmap(one)(layers)
+    def rows(
+        self,
+        node: Any,
+        path: tuple[str, ...],
+        *,
+        rules: shardings.AxisRules,
+        layers: range | None = None,
+    ) -> Any:
+        """The rows of a part of the model's tree of shapes."""
+        if isinstance(node, dict):
+            return {
+                key: self.rows(child, (*path, key), rules=rules, layers=layers)
+                for key, child in node.items()
+            }
+        shape = node if layers is None else (len(layers), *node[1:])
+        dims = shardings.dims(path[-1], stacked=layers is not None)
+        return FrozenArray(
+            path=path,
+            layers=layers,
+            dims=dims,
+            shape=shape,
+            stored_shape=tuple(
+                chunking.padded(size, self.num_devices) if dim else size
+                for size, dim in zip(shape, dims, strict=True)
+            ),
+            storage=self.storage,
+            tier=Tier.DEVICE,
+            spec=rules.spec(*dims),
+        )

@@ -146,7 +146,7 @@ def gather(name: sources.HfName, array: jax.Array, reader: Any) -> np.ndarray:
       reader: From `reader`, for this array.
     """
     tensor = np.asarray(reader(array, np.int32(name.layer or 0)))
-    return tensor[: name.shape[0]] if name.padded else tensor
+    return tensor[tuple(slice(size) for size in name.shape)]
 
 
 def reader(name: sources.HfName, array: jax.Array, dtype: Any) -> Any:

@@ -10,7 +10,6 @@ import time
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from models import llama_family
@@ -28,7 +27,7 @@ from mtuner_jax.protocols.states import Batch
 from mtuner_jax.runs import opening, pricing, requests
 from mtuner_jax.settings import cli
 from mtuner_jax.training import optimizers
-from mtuner_jax.weights import layouts
+from mtuner_jax.weights import random_weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -276,14 +275,14 @@ def _make_engine(
         adapters=model.adapters,
         dropout_rate=config.lora_dropout,
     )
-    dtype = jnp.dtype(config.dtype)
-    abstract = layouts.layout(spec.model, plan, spec.mesh, dtype=dtype)
     guided = devices.on_gpu and spec.mesh.size > 1 and not config.no_profile
     return ElasticEngine(
         spec=spec,
         optimizer=optimizers.adamw(OptimizerConfig(), lambda step: 1e-4),
         max_length=config.max_length,
-        load_weights=lambda: layouts.random(abstract, plan, jax.random.key(0)),
+        load_weights=lambda: random_weights.draw(
+            spec.table, spec.mesh, jax.random.key(0)
+        ),
         compiler_options=dict(option.split("=", 1) for option in config.xla),
         profile_directory=pathlib.Path(tempfile.mkdtemp()) if guided else None,
     )

@@ -8,6 +8,7 @@ import pytest
 
 from models import llama_hf_names
 from mtuner_jax.checkpoints import hf_import, matching, safetensors_files
+from mtuner_jax.weights import loading
 
 
 def leaf(tree, path):
@@ -100,6 +101,24 @@ def test_devices_with_nothing_but_padding_get_zeros(tmp_path):
         got = np.asarray(hf_import.load(folder, [name], {"x": target})["x"])
         np.testing.assert_array_equal(got[:real], x)
         assert not got[real:].any()
+
+
+def test_kernels_are_padded_with_zero_rows_and_cut_on_the_way_back(tmp_path):
+    x = np.arange(15, dtype=np.float32).reshape(3, 5)  # [out, in]
+    safetensors_files.write(tmp_path / "model.safetensors", {"x": x})
+    name = llama_hf_names.HfTensor(
+        name="x", path=("x",), layer=0, shape=(3, 5), transposed=True
+    )
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    target = jax.ShapeDtypeStruct(
+        (1, 8, 3), np.float32, sharding=jax.NamedSharding(mesh, jax.P(None, "a"))
+    )
+    folder = safetensors_files.Folder(tmp_path)
+    array = hf_import.load(folder, [name], {"x": target})["x"]
+    np.testing.assert_array_equal(np.asarray(array)[0, :5], x.T)
+    assert not np.asarray(array)[0, 5:].any()
+    read = loading.reader(name, array, np.float32)
+    np.testing.assert_array_equal(loading.gather(name, array, read), x)
 
 
 def test_arrays_may_live_in_host_memory(tiny, tmp_path):

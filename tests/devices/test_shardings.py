@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -11,6 +13,15 @@ AXES = ("tier0", "tier1", "tier2")
 
 def mesh_of(text):
     return meshes.make(meshes.parse(text), jax.devices())
+
+
+def kernel_sharding(mesh, *, rest_axes):
+    rules = shardings.rules(mesh.axis_names, rest_axes=rest_axes)
+    dims = shardings.dims("kernel", stacked=True)
+    return jax.sharding.NamedSharding(mesh, rules.spec(*dims))
+
+
+check = functools.partial(shardings.check_divides, remedy="pad it")
 
 
 @pytest.mark.parametrize(
@@ -49,35 +60,30 @@ def test_two_dims_on_one_axis_are_an_error():
     ],
 )
 def test_sharding_of_a_parameter_follows_its_name(leaf, stacked, want):
-    mesh = mesh_of("2x2x2")
-    rules = shardings.rules(mesh.axis_names, rest_axes=0)
-    got = shardings.parameter(leaf, axis_rules=rules, stacked=stacked, mesh=mesh)
-    assert (got.spec, got.mesh) == (want, mesh)
-    assert shardings.is_sharded(leaf) == (leaf in ("kernel", "table"))
+    rules = shardings.rules(AXES, rest_axes=0)
+    dims = shardings.dims(leaf, stacked=stacked)
+    assert rules.spec(*dims) == want
+    assert any(dims) == (leaf in ("kernel", "table"))
 
 
 def test_unknown_parameters_are_never_replicated_silently():
-    mesh = mesh_of("8")
-    rules = shardings.rules(mesh.axis_names, rest_axes=0)
     with pytest.raises(KeyError, match="weight"):
-        shardings.parameter("weight", axis_rules=rules, stacked=False, mesh=mesh)
+        shardings.dims("weight", stacked=False)
 
 
 def test_a_size_that_does_not_divide_is_an_error_naming_all_of_it():
     """known-bugs F1."""
     mesh = mesh_of("2x2x2")
-    rules = shardings.rules(mesh.axis_names, rest_axes=0)
-    sharding = shardings.parameter("kernel", axis_rules=rules, stacked=True, mesh=mesh)
-    shardings.check_divides("mlp.up_proj/kernel", (3, 16, 5), sharding)
+    sharding = kernel_sharding(mesh, rest_axes=0)
+    check("mlp.up_proj/kernel", (3, 16, 5), sharding)
     text = (
         "mlp.up_proj/kernel: dim 1 of size 12 can't be split over the 8 devices of "
-        "mesh axes tier2, tier1, tier0; use a mesh whose size divides 12"
+        "mesh axes tier2, tier1, tier0; use a mesh whose size divides 12, or pad it"
     )
     with pytest.raises(ConfigError, match=text):
-        shardings.check_divides("mlp.up_proj/kernel", (3, 12, 5), sharding)
-    kept = shardings.rules(mesh.axis_names, rest_axes=1)
-    sharding = shardings.parameter("kernel", axis_rules=kept, stacked=True, mesh=mesh)
-    shardings.check_divides("mlp.up_proj/kernel", (3, 12, 5), sharding)
+        check("mlp.up_proj/kernel", (3, 12, 5), sharding)
+    sharding = kernel_sharding(mesh, rest_axes=1)
+    check("mlp.up_proj/kernel", (3, 12, 5), sharding)
 
 
 def test_axes_named_without_a_tuple_are_checked_too():
@@ -85,15 +91,15 @@ def test_axes_named_without_a_tuple_are_checked_too():
     with pytest.raises(
         ConfigError, match="x: dim 0 of size 9 can't be split over the 8 "
     ):
-        shardings.check_divides("x", (9, 4), sharding)
+        check("x", (9, 4), sharding)
 
 
 @pytest.mark.parametrize("rest_axes", range(4))
 def test_a_share_is_1_over_the_devices_that_split_it(rest_axes):
     mesh = mesh_of("2x2x2")
-    rules = shardings.rules(mesh.axis_names, rest_axes=rest_axes)
-    sharding = shardings.parameter("kernel", axis_rules=rules, stacked=False, mesh=mesh)
-    index_of = sharding.devices_indices_map((16, 3))
+    sharding = kernel_sharding(mesh, rest_axes=rest_axes)
+    index_of = sharding.devices_indices_map((1, 16, 3))
+    index_of = {device: index[1:] for device, index in index_of.items()}
     rows = {len(range(*index[0].indices(16))) for index in index_of.values()}
     assert rows == {16 * 2**rest_axes // 8}
     covered = np.concatenate([np.arange(16)[index[0]] for index in index_of.values()])

@@ -20,7 +20,7 @@ from mtuner_jax.engines.elastic import steps
 from mtuner_jax.planning import plans
 from mtuner_jax.planning.plans import Saved
 from mtuner_jax.protocols.states import TrainState
-from mtuner_jax.weights import layouts
+from mtuner_jax.weights import random_weights
 from tests import comparing, tiny
 
 CONFIG = llama_configs.LlamaConfig(
@@ -93,8 +93,7 @@ def start(spec, dtype):
     adapters = tiny.filled(spec.adapters, dtype=wide)
     state = TrainState(adapters, OPTIMIZER.init(adapters), jnp.int32(0))
     state = jax.device_put(state, steps.state_shardings(spec, OPTIMIZER))
-    abstract = layouts.layout(spec.model, spec.plan, spec.mesh, dtype=jnp.dtype(dtype))
-    weights = layouts.random(abstract, spec.plan, jax.random.key(0))
+    weights = random_weights.draw(spec.table, spec.mesh, jax.random.key(0))
     arenas = steps.init_arenas(spec, weights, max_length=TOKENS)
     return state, weights, arenas
 

@@ -101,7 +101,7 @@ def workload(config, *, tokens, **lora_settings):
             math.prod(shape[1:])
             for leaves in layers.values()
             for leaf, shape in leaves.items()
-            if not shardings.is_sharded(leaf)
+            if not any(shardings.LOGICAL_DIMS[leaf])
         ),
         max_length=tokens,
         global_batch_size=8,

@@ -10,8 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from mtuner_jax.adapters import lora
 from mtuner_jax.engines import compiling, profile_guided
@@ -181,7 +179,7 @@ def abstract_arguments(
     """
     plan, mesh = spec.plan, spec.mesh
     shape = (plan.accumulation, plan.num_devices * plan.microbatch, max_length)
-    rows = NamedSharding(mesh, P(None, mesh.axis_names))
+    rows = steps.rows_sharding(mesh)
     batch: Any = {
         name: jax.ShapeDtypeStruct(
             shape, np.float32 if name == "weights" else np.int32, sharding=rows
@@ -192,5 +190,5 @@ def abstract_arguments(
         state=abstract_state(spec, optimizer),
         weights=layouts.layout(spec.model, plan, mesh, dtype=dtype),
         batch=Batch(**batch),
-        arenas=steps.abstract_arenas(spec, max_length=max_length, dtype=dtype),
+        arenas=steps.abstract_arenas(spec, max_length=max_length),
     )

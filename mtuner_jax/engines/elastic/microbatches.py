@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from mtuner_jax.adapters import lora
-from mtuner_jax.engines.elastic import passes, segment_weights, step_specs
-from mtuner_jax.engines.elastic.segment_weights import Segment
+from mtuner_jax.engines.elastic import passes, step_specs
+from mtuner_jax.engines.elastic.segment_weights import Backwards, Segment
 from mtuner_jax.engines.elastic.step_specs import StepSpec
 from mtuner_jax.ops import arenas, dropout, elastic, vocabulary
 from mtuner_jax.ops.cross_entropy import api as cross_entropy
 from mtuner_jax.ops.cross_entropy.operands import TokenLoss, Tokens
 from mtuner_jax.ops.low_rank.operands import Dropout
+from mtuner_jax.planning.costs.arena_layouts import ArenaLayout
 from mtuner_jax.planning.plans import Table
 from mtuner_jax.protocols.states import Batch, Params
 
@@ -41,7 +42,7 @@ class Inputs(NamedTuple):
     """What microbatches read.
 
     Attributes:
-      adapters: Whole adapters, marked as varying over the mesh.
+      adapters: Whole adapters, marked as varying over the data axes.
       weights: This device's share of the frozen weights.
       step: Optimizer steps done, for dropout; None means no dropout.
     """
@@ -51,42 +52,69 @@ class Inputs(NamedTuple):
     step: jax.Array | None
 
 
-def add(spec: StepSpec, inputs: Inputs, sums: Sums, batch: Batch) -> Sums:
+class Tail(NamedTuple):
+    """What all parts of a microbatch share in the tail.
+
+    Attributes:
+      segments: Its segments.
+      table: The output table: whole [V, D], or this device's rows.
+    """
+
+    segments: list[Segment]
+    table: jax.Array
+
+
+class TailSums(NamedTuple):
+    """What the parts of a microbatch in the tail add to; see `Sums`."""
+
+    grads: Params
+    total: TokenLoss
+    arena: jax.Array
+
+
+class Rows(NamedTuple):
+    """Part of a microbatch: output of the main part [B, T, D], and its batch."""
+
+    x_BTD: jax.Array
+    batch: Batch[jax.Array]
+
+
+def add(spec: StepSpec, inputs: Inputs, sums: Sums, batch: Batch[jax.Array]) -> Sums:
     """Runs a microbatch forward and backward and adds to the sums."""
     run = _run(spec, inputs, batch)
-    main = _segments(spec, inputs.weights, "main", batch.input_ids.shape[-1])
+    length = batch.input_ids.shape[-1]
+    main = _segments(spec, inputs.weights, "main", max_length=length)
     x_BTD = _embed(spec, inputs.weights, batch.input_ids)
     x_BTD, kept, arena = passes.forward(run, main, x_BTD, sums.arenas["main"])
     table = _head_table(spec, inputs.weights)
-    tail = _segments(spec, inputs.weights, "tail", batch.input_ids.shape[-1])
+    tail = Tail(_segments(spec, inputs.weights, "tail", max_length=length), table)
 
-    def chunk(carry, rows):
-        return _tail_chunk(spec, inputs, (tail, table), carry, rows)
+    def chunk(carry: TailSums, rows: Rows) -> tuple[TailSums, jax.Array]:
+        return _tail_chunk(spec, inputs, tail, carry, rows=rows)
 
-    chunks = spec.plan.tail_chunks
-    carry = (sums.grads, sums.total, sums.arenas["tail"])
+    chunks, rows = spec.plan.tail_chunks, Rows(x_BTD, batch)
+    carry = TailSums(sums.grads, sums.total, sums.arenas["tail"])
     if chunks == 1:
-        carry, dx_BTD = chunk(carry, (x_BTD, batch))
+        carry, dx_BTD = chunk(carry, rows)
     else:
         cut = jax.tree.map(
-            lambda field: field.reshape(chunks, -1, *field.shape[1:]), (x_BTD, batch)
+            lambda field: field.reshape(chunks, -1, *field.shape[1:]), rows
         )
         carry, dx = jax.lax.scan(chunk, carry, cut)
         dx_BTD = dx.reshape(x_BTD.shape)
-    grads, total, tail_arena = carry
-    state = passes.Backwards(dx_BTD, arena, grads)
-    state = passes.backward(run, main, kept, state)
-    return Sums(state.grads, total, {"main": state.arena, "tail": tail_arena})
+    state = passes.backward(run, main, kept, Backwards(dx_BTD, arena, carry.grads))
+    return Sums(state.grads, carry.total, {"main": state.arena, "tail": carry.arena})
 
 
-def evaluate(spec: StepSpec, inputs: Inputs, batch: Batch) -> TokenLoss:
+def evaluate(spec: StepSpec, inputs: Inputs, batch: Batch[jax.Array]) -> TokenLoss:
     """Loss sums of a microbatch, forward only; nothing is kept."""
     run = _run(spec, inputs, batch)
+    length = batch.input_ids.shape[-1]
     x_BTD = _embed(spec, inputs.weights, batch.input_ids)
     for part in step_specs.PARTS:
-        for segment in _segments(spec, inputs.weights, part, batch.input_ids.shape[-1]):
+        for segment in _segments(spec, inputs.weights, part, max_length=length):
             x_BTD = passes.forward_only(run, segment, x_BTD)
-    normed_BTD = spec.model.final_norm(inputs.weights["head"]["norm"], x_BTD)
+    normed_BTD = spec.model.final_norm(_final_norm(spec, inputs.weights), x_BTD)
     loss, _ = _token_losses(
         spec, _head_table(spec, inputs.weights), normed_BTD, batch, with_grad=False
     )
@@ -98,41 +126,46 @@ def fill_arena(
 ) -> jax.Array:
     """The arena as a step leaves it: the copies in place, gathered anew."""
     layout = step_specs.arena_layout(spec, part, max_length=max_length)
-    arena = empty_arena(spec, layout, weights)
-    for segment in _segments(spec, weights, part, max_length):
+    arena = empty_arena(spec, layout)
+    for segment in _segments(spec, weights, part, max_length=max_length):
         if segment.keeps_backward:
-            arena = segment_weights.fill(segment, arena)
+            arena = segment.fill(arena)
     return arena
 
 
-def empty_arena(spec: StepSpec, layout, weights: Params) -> jax.Array:
-    """An arena of zeros in the weights' dtype."""
-    dtype = weights["head"]["norm"]["scale"].dtype
-    return arenas.empty((layout.rows, layout.width), dtype, axes=spec.axes)
+def empty_arena(spec: StepSpec, layout: ArenaLayout) -> jax.Array:
+    """An arena of zeros, [rows, width], in the dtype of activations."""
+    shape = (layout.rows, layout.width)
+    return arenas.empty(shape, spec.dtype, axes=spec.data_axes)
 
 
-def _tail_chunk(spec, inputs, tail_and_table, carry, rows):
-    """Forward, loss and backward of the tail on part of the microbatch."""
-    tail, table = tail_and_table
-    grads, total, arena = carry
-    x_BTD, batch = rows
-    run = _run(spec, inputs, batch)
-    x_BTD, kept, arena = passes.forward(run, tail, x_BTD, arena)
+def _tail_chunk(
+    spec: StepSpec, inputs: Inputs, tail: Tail, carry: TailSums, *, rows: Rows
+) -> tuple[TailSums, jax.Array]:
+    """Forward, loss and backward of the tail on part of the microbatch.
 
-    def norm(x_BTD):
-        return spec.model.final_norm(inputs.weights["head"]["norm"], x_BTD)
+    Returns:
+      (sums, gradient to the output of the main part [B, T, D]).
+    """
+    run = _run(spec, inputs, rows.batch)
+    x_BTD, kept, arena = passes.forward(run, tail.segments, rows.x_BTD, carry.arena)
+
+    def norm(x_BTD: jax.Array) -> jax.Array:
+        return spec.model.final_norm(_final_norm(spec, inputs.weights), x_BTD)
 
     normed_BTD, pullback = jax.vjp(norm, x_BTD)
-    loss, dx_BTD = _token_losses(spec, table, normed_BTD, batch, with_grad=True)
+    loss, dx_BTD = _token_losses(
+        spec, tail.table, normed_BTD, rows.batch, with_grad=True
+    )
     (dx_BTD,) = pullback(dx_BTD)
-    state = passes.Backwards(dx_BTD, arena, grads)
-    state = passes.backward(run, tail, kept, state)
-    tokens = jnp.sum(batch.weights).astype(loss.dtype)
-    total = TokenLoss(total.loss + loss, total.tokens + tokens)
-    return (state.grads, total, state.arena), state.dx_BTD
+    state = Backwards(dx_BTD, arena, carry.grads)
+    state = passes.backward(run, tail.segments, kept, state)
+    tokens = jnp.sum(rows.batch.weights).astype(loss.dtype)
+    total = TokenLoss(carry.total.loss + loss, carry.total.tokens + tokens)
+    return TailSums(state.grads, total, state.arena), state.dx_BTD
 
 
-def _run(spec, inputs, batch):
+def _run(spec: StepSpec, inputs: Inputs, batch: Batch[jax.Array]) -> passes.Run:
     drop = None
     if inputs.step is not None and spec.dropout_rate > 0.0:
         key = dropout.fold_in(dropout.key(spec.seed), inputs.step)
@@ -140,7 +173,7 @@ def _run(spec, inputs, batch):
         drop = Dropout(key, places, spec.dropout_rate)
     return passes.Run(
         model=spec.model,
-        axes=spec.axes,
+        axes=spec.data_axes,
         context=spec.model.context(batch),
         drop=drop,
         adapters=inputs.adapters,
@@ -148,7 +181,9 @@ def _run(spec, inputs, batch):
     )
 
 
-def _segments(spec, weights, part, max_length):
+def _segments(
+    spec: StepSpec, weights: Params, part: str, *, max_length: int
+) -> list[Segment]:
     layout = step_specs.arena_layout(spec, part, max_length=max_length)
     indices = spec.segments(part)
     offset = spec.plan.starts[indices[0]] if indices else 0
@@ -157,49 +192,68 @@ def _segments(spec, weights, part, max_length):
             plan=spec.plan.segments[index],
             start=spec.plan.starts[index],
             first=spec.plan.starts[index] - offset,
+            table=spec.table["segments"][str(index)],
             shards=weights["segments"][str(index)],
             arena=layout,
-            axes=spec.axes,
+            axes=spec.data_axes,
+            dtype=spec.dtype,
         )
         for index in indices
     ]
 
 
-def _embed(spec, weights, ids_BT):
-    table = weights["embed"]["table"]
+def _embed(spec: StepSpec, weights: Params, ids_BT: jax.Array) -> jax.Array:
+    """Token vectors, [B, T] -> [B, T, D]."""
+    table_VD, axes = weights["embed"]["table"], spec.data_axes
     if spec.plan.embedding is Table.SPLIT:
-        return vocabulary.lookup(table, ids_BT, axes=spec.axes)
-    if spec.plan.embedding is Table.GATHERED:
-        table = elastic.gather(table, axes=spec.axes)
-    return spec.model.embed(table, ids_BT)
+        x_BTD = vocabulary.lookup(table_VD, ids_BT, axes=axes)
+    else:
+        if spec.plan.embedding is Table.GATHERED:
+            table_VD = elastic.gather(table_VD, axes=axes)
+        x_BTD = spec.model.embed(table_VD, ids_BT)
+    return x_BTD.astype(spec.dtype)
 
 
-def _head_table(spec, weights):
+def _head_table(spec: StepSpec, weights: Params) -> jax.Array:
     """The output table as the loss takes it: whole, or this device's rows."""
-    table = weights["head" if "table" in weights["head"] else "embed"]["table"]
-    if spec.plan.head is Table.SPLIT:
-        return table
+    part = "head" if "table" in weights["head"] else "embed"
+    table_VD = weights[part]["table"]
+    if spec.plan.head is Table.SPLIT:  # rows of padding are masked by the loss
+        return table_VD.astype(spec.dtype)
     if spec.plan.head is Table.GATHERED:
-        table = elastic.gather(table, axes=spec.axes)
-    return table[: spec.model.vocab_size]
+        table_VD = elastic.gather(table_VD, axes=spec.data_axes)
+    return spec.table[part]["table"].usable(table_VD, spec.dtype)
 
 
-def _token_losses(spec, table, normed_BTD, batch, *, with_grad):
+def _final_norm(spec: StepSpec, weights: Params) -> Params:
+    """Weights of the norm before the head, as products take them."""
+    return jax.tree.map(
+        lambda row, array: row.usable(array, spec.dtype),
+        spec.table["head"]["norm"],
+        weights["head"]["norm"],
+    )
+
+
+def _token_losses(
+    spec: StepSpec,
+    table: jax.Array,
+    normed_BTD: jax.Array,
+    batch: Batch[jax.Array],
+    *,
+    with_grad: bool,
+) -> tuple[jax.Array, jax.Array | None]:
     """(loss sum, gradient to `normed_BTD` or None)."""
-    x_SD = normed_BTD.reshape(-1, normed_BTD.shape[-1])
-    targets_S, weights_S = batch.targets.reshape(-1), batch.weights.reshape(-1)
+    tokens = Tokens(
+        normed_BTD.reshape(-1, normed_BTD.shape[-1]),
+        batch.targets.reshape(-1),
+        batch.weights.reshape(-1),
+    )
     if spec.plan.head is Table.SPLIT:
         loss, dx_SD = vocabulary.value_and_grad(
-            x_SD,
-            table,
-            (targets_S, weights_S),
-            axes=spec.axes,
-            vocab_size=spec.model.vocab_size,
+            tokens, table, axes=spec.data_axes, vocab_size=spec.model.vocab_size
         )
     elif with_grad:
-        tokens = Tokens(x_SD, targets_S, weights_S)
         loss, dx_SD = cross_entropy.value_and_grad(tokens, table)
     else:
-        tokens = Tokens(x_SD, targets_S, weights_S)
         return cross_entropy.value(tokens, table), None
     return loss, dx_SD.reshape(normed_BTD.shape)

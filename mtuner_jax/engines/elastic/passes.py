@@ -9,6 +9,7 @@ lives when is decided here and nowhere else.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -16,8 +17,14 @@ import jax
 import jax.numpy as jnp
 
 from mtuner_jax.engines.elastic import segment_weights
-from mtuner_jax.engines.elastic.segment_weights import Blocks, Forwards, Layer, Segment
-from mtuner_jax.ops import arenas, dropout, tapes
+from mtuner_jax.engines.elastic.segment_weights import (
+    Backwards,
+    Blocks,
+    Forwards,
+    Layer,
+    Segment,
+)
+from mtuner_jax.ops import arenas, dropout, ordering, tapes
 from mtuner_jax.ops.low_rank.operands import Dropout, LayerAdapters, Lora
 from mtuner_jax.planning.plans import SAVED_TENSORS
 from mtuner_jax.protocols.decoders import Decoder
@@ -30,11 +37,11 @@ class Run:
 
     Attributes:
       model: The decoder.
-      axes: All mesh axes, slowest link first.
+      axes: Data axes of the mesh, slowest link first.
       context: What `model.context` returned.
       drop: Randomness of the step, or None.
       adapters: {module: {"lora_a": [L, ...], "lora_b": [L, ...]}}, marked as varying
-        over the mesh.
+        over them.
       scalings: {module: [L]}.
     """
 
@@ -96,107 +103,164 @@ class Kept(NamedTuple):
     blocks: Blocks
     inputs: list[jax.Array]
 
+    def saved(self, index: jax.Array) -> dict[str, jax.Array]:
+        """Layer `index`'s saved tensors, by name."""
+        return {
+            name: segment_weights.at(stack, index)
+            for name, stack in self.tensors.items()
+        }
+
+    def fetched(self, index: jax.Array) -> jax.Array | None:
+        """Layer `index`'s input from the stack on the host, None if in the arena."""
+        if not self.inputs:
+            return None
+        x_BTD = segment_weights.at(self.inputs[0], index)
+        return jax.device_put(x_BTD, jax.memory.Space.Device)
+
+    def put(self, one: "Kept", index: jax.Array) -> "Kept":
+        """These stacks with what layer `index` left on the device."""
+        return jax.tree.map(
+            lambda stack, leaf: jax.lax.dynamic_update_index_in_dim(
+                stack, leaf, index, 0
+            ),
+            self,
+            one._replace(inputs=[]),
+        )
+
+
+class Forwarded(NamedTuple):
+    """What the forward loops of all segments leave.
+
+    Attributes:
+      x_BTD: Output of the last layer.
+      kept: What each segment kept.
+      arena: The arena, with layer inputs in it.
+    """
+
+    x_BTD: jax.Array
+    kept: list[Kept]
+    arena: jax.Array
+
+
+class ForwardAhead(NamedTuple):
+    """What a forward loop with `prefetch` carries.
+
+    Attributes:
+      state: As without it.
+      layer: The layer at hand, whole; after the last layer, the following segment's
+        first one if that gathers ahead too.
+      stacks: What layers have left on the device.
+    """
+
+    state: Forwards
+    layer: Layer | None
+    stacks: Kept
+
 
 def forward(
     run: Run, segments: list[Segment], x_BTD: jax.Array, arena: jax.Array
-) -> tuple[jax.Array, list[Kept], jax.Array]:
-    """Runs the layers of all segments.
-
-    Returns:
-      (x after the last layer, what each segment kept, the arena).
-    """
-    kept: list[Kept] = []
-    ready: Layer | None = None
-    state = Forwards(x_BTD, arena)
-    for number, segment in enumerate(segments):
-        following = segments[number + 1] if number + 1 < len(segments) else None
+) -> Forwarded:
+    """Runs the layers of all segments, [B, T, D] -> [B, T, D]."""
+    all_kept: list[Kept] = []
+    state, ready = Forwards(x_BTD, arena), None
+    for segment, following in itertools.zip_longest(segments, segments[1:]):
         if segment.plan.prefetch:
             if ready is None:
                 ready, state = segment.ready_forward(0, state)
-            state, ready, left = _forward_ahead(run, segment, following, (state, ready))
+            state, ready, kept = _forward_ahead(
+                run, segment, state, ready=ready, following=following
+            )
         else:
-            state, left = _forward_plain(run, segment, state)
-            ready = None
+            (state, kept), ready = _forward_plain(run, segment, state), None
         # The last layer runs outside of the loop. XLA else puts what it leaves into the
         # stacks, or sends it to the host, when the backward pass asks for it.
-        tied: Any = jax.lax.optimization_barrier((left, state.x_BTD))
-        left, state = tied[0], state._replace(x_BTD=tied[1])
-        kept.append(left)
-    return state.x_BTD, kept, state.arena
+        kept, x_BTD = ordering.after(kept, state.x_BTD)
+        state = state._replace(x_BTD=x_BTD)
+        all_kept.append(kept)
+    return Forwarded(state.x_BTD, all_kept, state.arena)
 
 
-def _forward_plain(run, segment, state):
+def _forward_plain(
+    run: Run, segment: Segment, state: Forwards
+) -> tuple[Forwards, Kept]:
     """A loop that gathers a layer and runs it."""
 
-    def body(state, index):
+    def body(state: Forwards, index: jax.Array) -> tuple[Forwards, Kept]:
         layer, state = segment.ready_forward(index, state)
-        return _run_forward(run, segment, layer, (state, index))
+        return _run_forward(run, segment, layer, state, index=index)
 
-    indices = jnp.arange(segment.plan.num_layers, dtype=jnp.int32)
-    return jax.lax.scan(body, state, indices)
+    return jax.lax.scan(body, state, segment.indices)
 
 
-def _forward_ahead(run, segment, following, state_and_ready):
+def _forward_ahead(
+    run: Run,
+    segment: Segment,
+    state: Forwards,
+    *,
+    ready: Layer,
+    following: Segment | None,
+) -> ForwardAhead:
     """A loop that gathers the next layer before it runs the one at hand.
 
     The last layer runs outside of it, so that the first layer of the following segment
     can be gathered meanwhile.
     """
-    state, layer = state_and_ready
 
-    def run_one(layer, state, index):
-        return _run_forward(run, segment, layer, (state, index))
+    def run_one(
+        layer: Layer, state: Forwards, index: jax.Array
+    ) -> tuple[Forwards, Kept]:
+        return _run_forward(run, segment, layer, state, index=index)
 
-    def body(carry, index):
-        state, layer, left = carry
-        next_layer, state = segment.ready_forward(index + 1, state)
-        state, one = run_one(layer, state, index)
-        return (state, next_layer, _put(left, one, index)), one.inputs
+    def body(
+        carry: ForwardAhead, index: jax.Array
+    ) -> tuple[ForwardAhead, list[jax.Array]]:
+        assert carry.layer is not None
+        ahead, state = segment.ready_forward(index + 1, carry.state)
+        state, one = run_one(carry.layer, state, index)
+        return ForwardAhead(state, ahead, carry.stacks.put(one, index)), one.inputs
 
-    one = jax.eval_shape(run_one, layer, state, jnp.int32(0))[1]
-    left, inputs = _room(one, segment.plan.num_layers, run.axes), []
+    one = jax.eval_shape(run_one, ready, state, jnp.int32(0))[1]
+    carry = ForwardAhead(state, ready, _room(one, segment, run.axes))
+    inputs: list[jax.Array] = []
     if segment.last:
         indices = jnp.arange(segment.last, dtype=jnp.int32)
-        carry = (state, layer, left)
-        (state, layer, left), inputs = jax.lax.scan(body, carry, indices)
-    next_layer = None
+        carry, inputs = jax.lax.scan(body, carry, indices)
+    state, ahead = carry.state, None
     if following is not None and following.plan.prefetch:
-        next_layer, state = following.ready_forward(0, state)
+        ahead, state = following.ready_forward(0, state)
     last = jnp.int32(segment.last)
-    state, one = run_one(layer, state, last)
-    left = _put(left, one, last)._replace(inputs=[*inputs, *one.inputs])
-    return state, next_layer, left
+    assert carry.layer is not None
+    state, one = run_one(carry.layer, state, last)
+    kept = carry.stacks.put(one, last)._replace(inputs=[*inputs, *one.inputs])
+    return ForwardAhead(state, ahead, kept)
 
 
-def _room(one, num_layers, axes):
+def _room(one: Kept, segment: Segment, axes: tuple[str, ...]) -> Kept:
     """Stacks for what each layer leaves on the device.
 
-    They are carried: unlike a scan's own outputs, they also take, without a copy, what
-    a layer outside of the loop leaves.
+    They are carried: XLA would copy a scan's own outputs to append what the layer
+    outside of the loop leaves; a carry takes it in place.
     """
     return jax.tree.map(
         lambda leaf: jax.lax.pcast(
-            jnp.zeros((num_layers, *leaf.shape), leaf.dtype), axes, to="varying"
+            jnp.zeros((segment.plan.num_layers, *leaf.shape), leaf.dtype),
+            axes,
+            to="varying",
         ),
         one._replace(inputs=[]),
     )
 
 
-def _put(stacks, one, index):
-    return jax.tree.map(
-        lambda stack, leaf: jax.lax.dynamic_update_index_in_dim(stack, leaf, index, 0),
-        stacks,
-        one._replace(inputs=[]),
-    )
-
-
-def _run_forward(run, segment, layer, state_and_index):
+def _run_forward(
+    run: Run, segment: Segment, layer: Layer, state: Forwards, *, index: jax.Array
+) -> tuple[Forwards, Kept]:
     """Saves a layer's input, runs it and returns (state, what it leaves)."""
-    (x_BTD, arena), index = state_and_index
-    inputs = []
+    x_BTD, arena, inputs = state.x_BTD, state.arena, []
     if segment.on_host:
         inputs = [jax.device_put(x_BTD, jax.memory.Space.Host)]
     else:
+        # Not an output of the scan: XLA allocates those for the whole loop, beside
+        # the copies whose rows a layer's input can take over.
         arena = arenas.write(arena, segment.row("input", index), [x_BTD])
     tape = tapes.Tape(SAVED_TENSORS[segment.plan.saved])
     number = segment.start + index
@@ -207,19 +271,16 @@ def _run_forward(run, segment, layer, state_and_index):
 
 
 def forward_only(run: Run, segment: Segment, x_BTD: jax.Array) -> jax.Array:
-    """A segment for evaluation: gathered from what is held at rest, nothing kept."""
+    """A segment for evaluation, [B, T, D] -> [B, T, D]; nothing is kept."""
 
-    def body(x_BTD, index):
-        blocks, others = segment.held(index)
-        full, _ = segment.through(blocks, segment.plan.rest_axes, len(segment.axes))
+    def body(x_BTD: jax.Array, index: jax.Array) -> tuple[jax.Array, None]:
+        weights = segment.ready_once(index)
         number = segment.start + index
         adapters = run.layer_adapters(number)
-        weights = segment.assemble(full, others)
         x_BTD = run.apply(weights, adapters, x_BTD, layer=number, tape=tapes.Tape())
         return x_BTD, None
 
-    indices = jnp.arange(segment.plan.num_layers, dtype=jnp.int32)
-    return jax.lax.scan(body, x_BTD, indices)[0]
+    return jax.lax.scan(body, x_BTD, segment.indices)[0]
 
 
 class Ready(NamedTuple):
@@ -234,149 +295,172 @@ class Ready(NamedTuple):
     x_BTD: jax.Array | None
 
 
-class Backwards(NamedTuple):
-    """What the backward loops carry.
+class BackwardAhead(NamedTuple):
+    """What a backward loop with `prefetch` carries.
 
     Attributes:
-      dx_BTD: Gradient to the output of the layer at hand.
-      arena: The arena.
-      grads: Sums of adapter gradients, [L, ...] like the adapters.
+      state: As without it.
+      ready: The layer at hand; after the first layer, the last one of the segment
+        before if that gathers ahead too.
     """
 
-    dx_BTD: jax.Array
-    arena: jax.Array
-    grads: Params
+    state: Backwards
+    ready: Ready | None
 
 
 def backward(
     run: Run, segments: list[Segment], kept: list[Kept], state: Backwards
 ) -> Backwards:
     """Runs the layers of all segments backwards and adds up adapter gradients."""
-    ready: Ready | None = None
+    ready = None
     for number in reversed(range(len(segments))):
         segment = segments[number]
-        left, state = _held_back(kept[number], state)
+        held_back, state = _held_back(kept[number], state)
         if segment.plan.prefetch:
             if ready is None:
-                ready, state = _last_ready(segment, left, state)
-            before = (segments[number - 1], kept[number - 1]) if number else None
-            state, ready = _backward_ahead(run, segment, (left, before), (state, ready))
+                ready, state = _last_ready(segment, held_back, state)
+            before = None
+            if number and segments[number - 1].plan.prefetch:
+                before = _Before(segments[number - 1], kept[number - 1])
+            carry = BackwardAhead(state, ready)
+            state, ready = _backward_ahead(
+                run, segment, held_back, carry, before=before
+            )
         else:
-            state = _backward_plain(run, segment, left, state)
-            ready = None
+            state, ready = _backward_plain(run, segment, held_back, state), None
     return state
 
 
-def _backward_plain(run, segment, kept, state):
-    def body(state, index):
-        x_BTD, state = _take_input(segment, _fetched(kept, index), index, state)
-        weights, state = _raise(segment, index, kept.blocks, state)
-        saved = _saved_of(kept, index)
-        return _run_backward(run, segment, (weights, saved, x_BTD, index), state), None
+class _Before(NamedTuple):
+    """The segment that runs backwards next, and what it kept."""
 
-    indices = jnp.arange(segment.plan.num_layers, dtype=jnp.int32)
-    return jax.lax.scan(body, state, indices, reverse=True)[0]
+    segment: Segment
+    kept: Kept
 
 
-def _backward_ahead(run, segment, kept_and_before, state_and_ready):
+def _backward_plain(
+    run: Run, segment: Segment, kept: Kept, state: Backwards
+) -> Backwards:
+    """As `_forward_plain`, from the last layer to the first."""
+
+    def body(state: Backwards, index: jax.Array) -> tuple[Backwards, None]:
+        x_BTD, state = _take_input(segment, kept.fetched(index), state, index=index)
+        weights, state = segment.ready_backward(index, kept.blocks, state)
+        replay = _Replay(weights, kept.saved(index), x_BTD, index)
+        return _run_backward(run, segment, replay, state), None
+
+    return jax.lax.scan(body, state, segment.indices, reverse=True)[0]
+
+
+def _backward_ahead(
+    run: Run,
+    segment: Segment,
+    kept: Kept,
+    carry: BackwardAhead,
+    *,
+    before: _Before | None,
+) -> BackwardAhead:
     """As `_forward_ahead`, from the last layer to the first.
 
     Inputs on the host are fetched ahead like weights.
     """
-    kept, before = kept_and_before
-    state, ready = state_and_ready
 
-    def body(carry, index):
-        state, ready = carry
-        x_BTD, state = _take_input(segment, ready.x_BTD, index, state)
-        fetched = _fetched(kept, index - 1)
-        weights, state = _raise(segment, index - 1, kept.blocks, state)
-        saved = _saved_of(kept, index)
-        layer = (ready.weights, saved, x_BTD, index)
-        state = _run_backward(run, segment, layer, state)
-        return (state, Ready(weights, fetched)), None
+    def body(carry: BackwardAhead, index: jax.Array) -> tuple[BackwardAhead, None]:
+        state, ready = carry.state, carry.ready
+        assert ready is not None
+        x_BTD, state = _take_input(segment, ready.x_BTD, state, index=index)
+        fetched = kept.fetched(index - 1)
+        weights, state = segment.ready_backward(index - 1, kept.blocks, state)
+        replay = _Replay(ready.weights, kept.saved(index), x_BTD, index)
+        state = _run_backward(run, segment, replay, state)
+        return BackwardAhead(state, Ready(weights, fetched)), None
 
+    left = kept
     if segment.last:
         indices = jnp.arange(1, segment.plan.num_layers, dtype=jnp.int32)
-        (state, ready), _ = jax.lax.scan(body, (state, ready), indices, reverse=True)
-        kept, state = _held_back(kept, state)
-    first = jnp.int32(0)
-    x_BTD, state = _take_input(segment, ready.x_BTD, first, state)
+        carry, _ = jax.lax.scan(body, carry, indices, reverse=True)
+        left, state = _held_back(kept, carry.state)
+        carry = carry._replace(state=state)
+    first, ready = jnp.int32(0), carry.ready
+    assert ready is not None
+    x_BTD, state = _take_input(segment, ready.x_BTD, carry.state, index=first)
     ahead = None
-    if before is not None and before[0].plan.prefetch:
-        other, other_kept = before
-        ahead, state = _last_ready(other, other_kept, state)
-    saved = _saved_of(kept, first)
-    layer = (ready.weights, saved, x_BTD, first)
-    return _run_backward(run, segment, layer, state), ahead
+    if before is not None:
+        ahead, state = _last_ready(before.segment, before.kept, state)
+    replay = _Replay(ready.weights, left.saved(first), x_BTD, first)
+    return BackwardAhead(_run_backward(run, segment, replay, state), ahead)
 
 
-def _take_input(segment, fetched, index, state):
+def _take_input(
+    segment: Segment,
+    fetched: jax.Array | None,
+    state: Backwards,
+    *,
+    index: jax.Array,
+) -> tuple[jax.Array, Backwards]:
     """A layer's input; its rows of the arena are free afterwards."""
     if segment.on_host:
+        assert fetched is not None
         return fetched, state
     shape = state.dx_BTD.shape
     (x_BTD,), arena = arenas.take(state.arena, segment.row("input", index), [shape])
     return x_BTD, state._replace(arena=arena)
 
 
-def _fetched(kept, index):
-    """Layer `index`'s input from the stack on the host, None if it is in the arena."""
-    if not kept.inputs:
-        return None
-    x_BTD = segment_weights.at(kept.inputs[0], index)
-    return jax.device_put(x_BTD, jax.memory.Space.Device)
-
-
-def _held_back(kept, state):
+def _held_back(kept: Kept, state: Backwards) -> tuple[Kept, Backwards]:
     """Has what a segment kept read only once the gradient at hand is there.
 
     Without it, XLA cuts layers out of the stacks long before outside of loops, and
     fetches inputs right after they were sent to the host where a loop was unrolled.
     """
-    tied: Any = jax.lax.optimization_barrier((kept, state.dx_BTD))
-    return tied[0], state._replace(dx_BTD=tied[1])
+    kept, dx_BTD = ordering.after(kept, state.dx_BTD)
+    return kept, state._replace(dx_BTD=dx_BTD)
 
 
-def _last_ready(segment, kept, state):
+def _last_ready(
+    segment: Segment, kept: Kept, state: Backwards
+) -> tuple[Ready, Backwards]:
     """The last layer of a segment with `prefetch`, and the state after gathering it."""
     kept, state = _held_back(kept, state)
     x_BTD = None
     if kept.inputs:
         x_BTD = jax.device_put(kept.inputs[-1], jax.memory.Space.Device)
-    weights, state = _raise(segment, segment.last, kept.blocks, state)
+    weights, state = segment.ready_backward(segment.last, kept.blocks, state)
     return Ready(weights, x_BTD), state
 
 
-def _raise(segment, index, kept, state):
-    """Whole weights for a layer's backward pass; its copy goes to the arena."""
-    weights, copy, dx_BTD = segment.ready_backward(index, kept, state.dx_BTD)
-    state = state._replace(dx_BTD=dx_BTD)
-    if copy:
-        arena = arenas.write(state.arena, segment.row("copy", index), copy)
-        state = state._replace(arena=arena)
-    return weights, state
+class _Replay(NamedTuple):
+    """A layer that is run again to be differentiated.
+
+    Attributes:
+      weights: Its whole weights.
+      saved: What its forward pass saved, by name.
+      x_BTD: Its input.
+      index: Its index within the segment.
+    """
+
+    weights: Params
+    saved: dict[str, jax.Array]
+    x_BTD: jax.Array
+    index: jax.Array
 
 
-def _saved_of(kept, index):
-    return {
-        name: segment_weights.at(stack, index) for name, stack in kept.tensors.items()
-    }
-
-
-def _run_backward(run, segment, layer, state):
+def _run_backward(
+    run: Run, segment: Segment, replay: _Replay, state: Backwards
+) -> Backwards:
     """The vjp of one layer; its adapter gradients are added to the sums."""
-    weights, saved, x_BTD, index = layer
-    number = segment.start + index
+    number = segment.start + replay.index
 
-    def apply(adapters, x_BTD):
-        tape = tapes.Tape(SAVED_TENSORS[segment.plan.saved], saved=saved)
-        return run.apply(weights, adapters, x_BTD, layer=number, tape=tape)
+    def apply(adapters: Params, x_BTD: jax.Array) -> jax.Array:
+        tape = tapes.Tape(SAVED_TENSORS[segment.plan.saved], saved=replay.saved)
+        return run.apply(replay.weights, adapters, x_BTD, layer=number, tape=tape)
 
-    _, pullback = jax.vjp(apply, run.layer_adapters(number), x_BTD)
-    # The barrier has the adapters' gradients computed here and not at the end of the
-    # step, with all that they need kept alive, where a loop was unrolled.
-    d_adapters, dx_BTD = jax.lax.optimization_barrier(pullback(state.dx_BTD))
+    _, pullback = jax.vjp(apply, run.layer_adapters(number), replay.x_BTD)
+    # XLA would else compute the adapters' gradients at the end of the step, with all
+    # that they need kept alive, where a loop was unrolled.
+    d_adapters, dx_BTD = ordering.after(*pullback(state.dx_BTD))
+    # Sums are carried and written in place: stacked outputs of the loop would be
+    # allocated beside the sums of the microbatches before.
     grads = jax.tree.map(
         lambda total, part: jax.lax.dynamic_update_index_in_dim(
             total, segment_weights.at(total, number) + part, number, 0

@@ -5,19 +5,19 @@ the backward pass. The loops that do so layer by layer are in `passes`.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from mtuner_jax.devices import shardings
-from mtuner_jax.ops import arenas, elastic
+from mtuner_jax.ops import arenas, elastic, ordering
 from mtuner_jax.planning.costs.arena_layouts import ArenaLayout
 from mtuner_jax.planning.plans import Saved, SegmentPlan
 from mtuner_jax.protocols.states import Params
 
-# The weights of one layer that are split over devices, in a fixed order.
-Blocks = list[jax.Array]
+# The part of {module: {leaf: array}} that is split over devices.
+Blocks = Params
 
 
 class Layer(NamedTuple):
@@ -45,6 +45,20 @@ class Forwards(NamedTuple):
     arena: jax.Array
 
 
+class Backwards(NamedTuple):
+    """What the backward loops carry.
+
+    Attributes:
+      dx_BTD: Gradient to the output of the layer at hand.
+      arena: The arena.
+      grads: Sums of adapter gradients, [L, ...] like the adapters.
+    """
+
+    dx_BTD: jax.Array
+    arena: jax.Array
+    grads: Params
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Segment:
     """One segment's plan, weights and place in the arena.
@@ -53,22 +67,31 @@ class Segment:
       plan: The treatment.
       start: Index of its first layer in the model.
       first: Index of its first layer in the arena.
+      table: Rows of the table of weights, {module: {leaf: `layouts.FrozenArray`}}.
       shards: Stacks of this device's share, {module: {leaf: [layers, ...]}}.
       arena: The arena's layout.
-      axes: All mesh axes, slowest link first.
+      axes: Data axes of the mesh, slowest link first.
+      dtype: What layers compute in.
     """
 
     plan: SegmentPlan
     start: int
     first: int
+    table: Params
     shards: Params
     arena: ArenaLayout
     axes: tuple[str, ...]
+    dtype: np.dtype
 
     @property
     def last(self) -> int:
         """Index of the last layer within the segment."""
         return self.plan.num_layers - 1
+
+    @property
+    def indices(self) -> jax.Array:
+        """Indices of all layers within the segment, int32."""
+        return jnp.arange(self.plan.num_layers, dtype=jnp.int32)
 
     @property
     def keeps_forward(self) -> bool:
@@ -90,41 +113,6 @@ class Segment:
         starts = getattr(self.arena, f"{kind}_starts")
         return at(jnp.asarray(starts, jnp.int32), self.first + index)
 
-    def held(self, index: jax.Array | int) -> tuple[Blocks, Params]:
-        """Layer `index`'s split weights at rest, and its other ones."""
-        blocks: Blocks = []
-        others: Params = {}
-        for module, leaves in self.shards.items():
-            for leaf, stack in leaves.items():
-                if shardings.is_sharded(leaf):
-                    blocks.append(at(stack, index))
-                else:
-                    others.setdefault(module, {})[leaf] = at(stack, index)
-        return blocks, others
-
-    def assemble(self, blocks: Blocks, others: Params) -> Params:
-        """Split and other weights, back in one tree."""
-        left = iter(blocks)
-        return {
-            module: {
-                leaf: next(left) if shardings.is_sharded(leaf) else others[module][leaf]
-                for leaf in leaves
-            }
-            for module, leaves in self.shards.items()
-        }
-
-    def block_shapes(self, held: int) -> list[tuple[int, ...]]:
-        """Shapes of a layer's split weights when held over `held` axes."""
-        factor = 1
-        for axis in self.axes[self.plan.rest_axes : held]:
-            factor *= jax.lax.axis_size(axis)
-        return [
-            (stack.shape[1] * factor, *stack.shape[2:])
-            for leaves in self.shards.values()
-            for leaf, stack in leaves.items()
-            if shardings.is_sharded(leaf)
-        ]
-
     def ready_forward(
         self, index: jax.Array | int, state: Forwards
     ) -> tuple[Layer, Forwards]:
@@ -133,75 +121,124 @@ class Segment:
         Starts from the copy of the last backward pass, if there is one, else from what
         is held at rest. Nothing is gathered before `state.x_BTD` is there.
         """
-        blocks, others = self.held(index)
-        held = self.plan.rest_axes
+        resting = self._resting(index)
+        blocks, held = self._split(resting), self.plan.rest_axes
         if self.keeps_backward:
             held = self.plan.bwd_keep_axes
-            shapes = self.block_shapes(held)
-            blocks, arena = arenas.take(state.arena, self.row("copy", index), shapes)
+            blocks, arena = self._take_copy(blocks, index, state.arena)
             state = state._replace(arena=arena)
         if held < len(self.axes):
             # Loops of one trip are unrolled; without it XLA gathers early there.
-            tied: Any = jax.lax.optimization_barrier((blocks, state.x_BTD))
-            blocks = tied[0]
-            state = state._replace(x_BTD=tied[1])
-        full, kept = self.through(blocks, held, self.plan.fwd_keep_axes)
-        kept = kept if self.keeps_forward else []
-        return Layer(self.assemble(full, others), kept), state
+            blocks, x_BTD = ordering.after(blocks, state.x_BTD)
+            state = state._replace(x_BTD=x_BTD)
+        whole, kept = self._raise(blocks, held, self.plan.fwd_keep_axes)
+        kept = kept if self.keeps_forward else {}
+        return Layer(self._usable(resting, whole), kept), state
 
     def ready_backward(
-        self, index: jax.Array | int, kept: Blocks, dx_BTD: jax.Array
-    ) -> tuple[Params, Blocks, jax.Array]:
+        self, index: jax.Array | int, kept: Blocks, state: Backwards
+    ) -> tuple[Params, Backwards]:
         """Raises layer `index` to whole for its backward pass.
+
+        The copy for the next forward pass, if the plan keeps one, goes to the arena.
+        Nothing is gathered before `state.dx_BTD` is there.
 
         Args:
           index: The layer, within the segment.
-          kept: What its forward pass kept of all layers, stacked, or nothing.
-          dx_BTD: The gradient at hand; nothing is gathered before it is there.
-
-        Returns:
-          (whole weights, the copy for the next forward pass or nothing, dx_BTD).
+          kept: What the forward pass kept of all layers, stacked, or nothing.
+          state: The state before the layer's backward pass.
         """
         # A layer outside of a loop would else be cut out of its stack long before.
-        later: Any = jax.lax.optimization_barrier((jnp.asarray(index), dx_BTD))
-        index, dx_BTD = later
-        blocks, others = self.held(index)
-        held = self.plan.rest_axes
+        later, dx_BTD = ordering.after(jnp.asarray(index), state.dx_BTD)
+        resting = self._resting(later)
+        blocks, held = self._split(resting), self.plan.rest_axes
         if self.keeps_forward:
             held = self.plan.fwd_keep_axes
-            blocks = list[jax.Array](at(stack, index) for stack in kept)
+            blocks = jax.tree.map(lambda stack: at(stack, later), kept)
         if held < len(self.axes):
             # Loops of one trip are unrolled. Without it XLA then merges this gather
             # with the forward's, or gathers early, and so keeps whole weights.
-            tied: Any = jax.lax.optimization_barrier((blocks, dx_BTD))
-            blocks, dx_BTD = tied
-        full, copy = self.through(blocks, held, self.plan.bwd_keep_axes)
-        copy = copy if self.keeps_backward else []
-        return self.assemble(full, others), copy, dx_BTD
+            blocks, dx_BTD = ordering.after(blocks, dx_BTD)
+        whole, copy = self._raise(blocks, held, self.plan.bwd_keep_axes)
+        state = state._replace(dx_BTD=dx_BTD)
+        if self.keeps_backward:
+            state = state._replace(arena=self._put_copy(copy, index, state.arena))
+        return self._usable(resting, whole), state
 
-    def through(self, blocks: Blocks, held: int, stop: int) -> tuple[Blocks, Blocks]:
+    def ready_once(self, index: jax.Array | int) -> Params:
+        """Raises layer `index` to whole from what is held at rest; nothing is kept."""
+        resting = self._resting(index)
+        held = self.plan.rest_axes
+        whole, _ = self._raise(self._split(resting), held, len(self.axes))
+        return self._usable(resting, whole)
+
+    def fill(self, arena: jax.Array) -> jax.Array:
+        """Gathers the copies of all layers into the arena."""
+        rest, keep = self.plan.rest_axes, self.plan.bwd_keep_axes
+
+        def body(arena: jax.Array, index: jax.Array) -> tuple[jax.Array, None]:
+            copy = jax.tree.map(
+                lambda block: elastic.change(
+                    block, axes=self.axes, held=rest, want=keep
+                ),
+                self._split(self._resting(index)),
+            )
+            return self._put_copy(copy, index, arena), None
+
+        return jax.lax.scan(body, arena, self.indices)[0]
+
+    def _resting(self, index: jax.Array | int) -> Params:
+        """Layer `index`'s weights as they are held at rest."""
+        return jax.tree.map(lambda stack: at(stack, index), self.shards)
+
+    def _split(self, weights: Params) -> Blocks:
+        """The split ones of a layer's weights."""
+        return {
+            module: {
+                leaf: array
+                for leaf, array in leaves.items()
+                if self.table[module][leaf].is_split
+            }
+            for module, leaves in weights.items()
+        }
+
+    def _usable(self, resting: Params, whole: Blocks) -> Params:
+        """A layer's weights for products: whole, without padding, converted."""
+        weights = {
+            module: {**leaves, **whole[module]} for module, leaves in resting.items()
+        }
+        return jax.tree.map(
+            lambda row, array: row.usable(array, self.dtype), self.table, weights
+        )
+
+    def _raise(self, blocks: Blocks, held: int, stop: int) -> tuple[Blocks, Blocks]:
         """(whole weights, their parts held over `stop` axes); see `elastic.through`."""
-        pairs = [
+        leaves, tree = jax.tree.flatten(blocks)
+        raised = [
             elastic.through(block, axes=self.axes, held=held, stop=stop)
-            for block in blocks
+            for block in leaves
         ]
-        return [full for full, _ in pairs], [part for _, part in pairs]
+        whole = tree.unflatten([block.whole for block in raised])
+        return whole, tree.unflatten([block.part for block in raised])
 
+    def _take_copy(
+        self, blocks: Blocks, index: jax.Array | int, arena: jax.Array
+    ) -> tuple[Blocks, jax.Array]:
+        """Layer `index`'s copy, instead of its `blocks` at rest, and the arena."""
+        factor = 1
+        for axis in self.axes[self.plan.rest_axes : self.plan.bwd_keep_axes]:
+            factor *= jax.lax.axis_size(axis)
+        leaves, tree = jax.tree.flatten(blocks)
+        shapes = [(leaf.shape[0] * factor, *leaf.shape[1:]) for leaf in leaves]
+        copy, arena = arenas.take(arena, self.row("copy", index), shapes)
+        return tree.unflatten(copy), arena
 
-def fill(segment: Segment, arena: jax.Array) -> jax.Array:
-    """Gathers the copies of a segment's layers into the arena."""
-    rest, keep = segment.plan.rest_axes, segment.plan.bwd_keep_axes
-
-    def body(arena, index):
-        blocks, _ = segment.held(index)
-        copy = [
-            elastic.change(block, axes=segment.axes, held=rest, want=keep)
-            for block in blocks
-        ]
-        return arenas.write(arena, segment.row("copy", index), copy), None
-
-    indices = jnp.arange(segment.plan.num_layers, dtype=jnp.int32)
-    return jax.lax.scan(body, arena, indices)[0]
+    def _put_copy(
+        self, copy: Blocks, index: jax.Array | int, arena: jax.Array
+    ) -> jax.Array:
+        """Writes layer `index`'s copy, in the dtype that products take it in."""
+        values = [block.astype(self.dtype) for block in jax.tree.leaves(copy)]
+        return arenas.write(arena, self.row("copy", index), values)
 
 
 def at(stack: jax.Array, index: jax.Array | int) -> jax.Array:

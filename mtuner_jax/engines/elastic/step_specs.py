@@ -1,19 +1,22 @@
 """What a step is built from, and how its weights and memory are laid out."""
 
 import dataclasses
+import functools
 import math
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mtuner_jax.adapters import lora
 from mtuner_jax.configs import ConfigError
-from mtuner_jax.devices import shardings
+from mtuner_jax.devices import meshes, shardings
 from mtuner_jax.planning.costs import arena_layouts
 from mtuner_jax.planning.plans import AdapterState, Plan, Saved, Table
 from mtuner_jax.protocols.decoders import Decoder
 from mtuner_jax.protocols.states import Params
+from mtuner_jax.weights import layouts
 
 PARTS = ("main", "tail")
 
@@ -29,6 +32,7 @@ class StepSpec:
       adapters: Which linears have adapters of which rank.
       dropout_rate: lora_dropout.
       seed: Seed of the dropout masks.
+      activation_dtype: What layers compute in; "" means what weights are stored in.
     """
 
     model: Decoder
@@ -37,6 +41,7 @@ class StepSpec:
     adapters: tuple[lora.AdapterSpec, ...]
     dropout_rate: float = 0.0
     seed: int = 0
+    activation_dtype: str = ""
 
     def __post_init__(self):
         if self.plan.num_layers != self.model.num_layers:
@@ -44,7 +49,7 @@ class StepSpec:
                 f"the plan has {self.plan.num_layers} layers, the model "
                 f"{self.model.num_layers}; plan again for this model"
             )
-        sizes = tuple(self.mesh.devices.shape)
+        sizes = tuple(self.mesh.shape[axis] for axis in self.data_axes)
         if self.plan.mesh_sizes != sizes:
             raise ConfigError(
                 f"the plan is for mesh {self.plan.mesh_sizes}, this one is {sizes}; "
@@ -59,9 +64,20 @@ class StepSpec:
             )
 
     @property
-    def axes(self) -> tuple[str, ...]:
-        """All mesh axes, slowest link first."""
-        return self.mesh.axis_names
+    def data_axes(self) -> tuple[str, ...]:
+        """Mesh axes that split batch and weights, slowest link first."""
+        return meshes.roles(self.mesh).data
+
+    @property
+    def dtype(self) -> np.dtype:
+        """What layers compute in, and what the arena holds."""
+        return np.dtype(self.activation_dtype or self.plan.weight_dtype)
+
+    @functools.cached_property
+    def table(self) -> Params:
+        """The frozen weights, as a tree of `layouts.FrozenArray`."""
+        dtype = self.plan.weight_dtype
+        return layouts.table(self.model, self.plan, self.mesh, dtype=dtype)
 
     def segments(self, part: str) -> range:
         """Indices of the plan's segments in the `main` part or the `tail`."""
@@ -71,36 +87,29 @@ class StepSpec:
 
 def weight_specs(spec: StepSpec) -> Params:
     """PartitionSpecs of the frozen weights' tree."""
-    shapes, axes = spec.model.shapes(), spec.axes
-    specs: Params = {"segments": {}}
-    for part, table in (("embed", spec.plan.embedding), ("head", spec.plan.head)):
-        rules = shardings.rules(axes, rest_axes=0)
-        if table is Table.RESIDENT:
-            rules = dataclasses.replace(rules, vocab_rows=())
-        specs[part] = _specs(shapes[part], rules, stacked=False)
-    for index, segment in enumerate(spec.plan.segments):
-        rules = shardings.rules(axes, rest_axes=segment.rest_axes)
-        specs["segments"][str(index)] = _specs(shapes["layers"], rules, stacked=True)
-    return specs
+    return jax.tree.map(lambda row: row.spec, spec.table)
 
 
 def adapter_specs(spec: StepSpec) -> Params:
     """PartitionSpecs of the adapters: A is split by input, B by output features."""
     split = spec.plan.adapters is AdapterState.SHARDED
-    axes = tuple(reversed(spec.axes)) if split else None
+    axes = tuple(reversed(spec.data_axes))
+    specs = {"lora_a": P(None, axes), "lora_b": P(None, None, axes)} if split else {}
     for adapter in spec.adapters if split else ():
-        for name in ("in_dim", "out_dim"):
-            if getattr(adapter, name) % spec.mesh.size:
-                raise ConfigError(
-                    f"plan: adapters=sharded, but {name}={getattr(adapter, name)} of "
-                    f"{adapter.module} does not divide by {spec.mesh.size} devices; "
-                    "use adapters=replicated"
-                )
-    return {
-        adapter.module: {
-            "lora_a": P(None, axes) if split else P(),
-            "lora_b": P(None, None, axes) if split else P(),
+        num_layers, rank = len(adapter.ranks), adapter.max_rank
+        shapes = {
+            "lora_a": (num_layers, adapter.in_dim, rank),
+            "lora_b": (num_layers, rank, adapter.out_dim),
         }
+        for leaf, shape in shapes.items():
+            shardings.check_divides(
+                f"{adapter.module}/{leaf}",
+                shape,
+                NamedSharding(spec.mesh, specs[leaf]),
+                remedy="plan with adapters=replicated",
+            )
+    return {
+        adapter.module: {leaf: specs.get(leaf, P()) for leaf in ("lora_a", "lora_b")}
         for adapter in spec.adapters
     }
 
@@ -113,17 +122,16 @@ def arena_layout(
     width = spec.model.shapes()["head"]["norm"]["scale"][0]
     chunks = plan.tail_chunks if part == "tail" else 1
     input_size = plan.microbatch // chunks * max_length * width
-    layer_size = sum(
-        math.prod(shape[1:])
-        for leaves in spec.model.shapes()["layers"].values()
-        for leaf, shape in leaves.items()
-        if shardings.is_sharded(leaf)
-    )
     inputs, copies = [], []
     for index in spec.segments(part):
         segment = plan.segments[index]
         on_host = segment.saved is Saved.LAYER_INPUT_ON_HOST
         keeps = segment.bwd_keep_axes > segment.rest_axes
+        layer_size = sum(
+            math.prod(row.stored_shape[1:])
+            for row in jax.tree.leaves(spec.table["segments"][str(index)])
+            if row.is_split
+        )
         copy_size = layer_size // math.prod(plan.mesh_sizes[segment.bwd_keep_axes :])
         inputs += segment.num_layers * [0 if on_host else input_size]
         copies += segment.num_layers * [copy_size if keeps else 0]
@@ -132,18 +140,4 @@ def arena_layout(
 
 def named(spec: StepSpec, specs: Params) -> Params:
     """PartitionSpecs -> shardings on the spec's mesh."""
-    return jax.tree.map(
-        lambda leaf: NamedSharding(spec.mesh, leaf),
-        specs,
-        is_leaf=lambda leaf: isinstance(leaf, P),
-    )
-
-
-def _specs(node, rules, *, stacked, leaf=""):
-    if isinstance(node, dict):
-        return {
-            name: _specs(child, rules, stacked=stacked, leaf=name)
-            for name, child in node.items()
-        }
-    dims = shardings.LOGICAL_DIMS[leaf]
-    return rules.spec(*((None, *dims) if stacked else dims))
+    return jax.tree.map(lambda leaf: NamedSharding(spec.mesh, leaf), specs)

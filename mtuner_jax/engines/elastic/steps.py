@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from mtuner_jax.adapters import lora
 from mtuner_jax.configs import ConfigError
+from mtuner_jax.devices import meshes
 from mtuner_jax.engines.elastic import microbatches, step_specs
 from mtuner_jax.engines.elastic.step_specs import StepSpec
 from mtuner_jax.ops import dropout
@@ -55,9 +56,14 @@ def cut(batch: Batch, plan: Plan) -> Batch:
     )
 
 
+def rows_sharding(mesh: Mesh) -> NamedSharding:
+    """Where a cut batch lies: its rows, dim 1, are split over the data axes."""
+    return NamedSharding(mesh, P(None, meshes.roles(mesh).data))
+
+
 def put(batch: Batch, mesh: Mesh) -> Batch:
-    """Sends a cut batch to the devices, rows split over all of them."""
-    sharding = NamedSharding(mesh, P(None, mesh.axis_names))
+    """Sends a cut batch to the devices, rows split over them."""
+    sharding = rows_sharding(mesh)
     return Batch(
         *(
             jax.make_array_from_callback(
@@ -71,7 +77,7 @@ def put(batch: Batch, mesh: Mesh) -> Batch:
 def init_state(spec: StepSpec, optimizer: optax.GradientTransformation) -> TrainState:
     """Fresh adapters and optimizer state, placed as the plan says."""
 
-    def init(key):
+    def init(key: jax.Array) -> TrainState:
         adapters = lora.init(spec.adapters, key)
         return TrainState(adapters, optimizer.init(adapters), jnp.int32(0))
 
@@ -105,7 +111,7 @@ def init_arenas(spec: StepSpec, weights: Params, *, max_length: int) -> Arenas:
     """
     parts = _kept_parts(spec, max_length=max_length)
 
-    def fill(weights):
+    def fill(weights: Params) -> Arenas:
         return {
             part: microbatches.fill_arena(spec, weights, part, max_length=max_length)[
                 None
@@ -117,21 +123,23 @@ def init_arenas(spec: StepSpec, weights: Params, *, max_length: int) -> Arenas:
         fill,
         mesh=spec.mesh,
         in_specs=(step_specs.weight_specs(spec),),
-        out_specs=P(spec.axes),
+        out_specs=P(spec.data_axes),
     )
     return jax.jit(sharded)(weights) if parts else {}
 
 
-def abstract_arenas(spec: StepSpec, *, max_length: int, dtype: Any) -> Arenas:
+def abstract_arenas(spec: StepSpec, *, max_length: int) -> Arenas:
     """Shapes and shardings of what `init_arenas` returns."""
-    sharding = NamedSharding(spec.mesh, P(spec.axes))
+    sharding = NamedSharding(spec.mesh, P(spec.data_axes))
     layouts = {
         part: step_specs.arena_layout(spec, part, max_length=max_length)
         for part in _kept_parts(spec, max_length=max_length)
     }
     return {
         part: jax.ShapeDtypeStruct(
-            (spec.mesh.size, layout.rows, layout.width), dtype, sharding=sharding
+            (spec.plan.num_devices, layout.rows, layout.width),
+            spec.dtype,
+            sharding=sharding,
         )
         for part, layout in layouts.items()
     }
@@ -150,9 +158,11 @@ def build_train(
     """
     sums = _sharded_sums(spec)
 
-    def train_step(state, weights, batch, kept):
-        adapters, opt_state, step = state
-        grads, total, kept = sums(adapters, step, weights, batch, kept)
+    def train_step(
+        state: TrainState, weights: Params, batch: Batch, kept: Arenas
+    ) -> tuple[TrainState, StepMetrics, Arenas]:
+        adapters, opt_state = state.adapters, state.opt_state
+        grads, total, kept = sums(adapters, state.step, weights, batch, kept)
         share = 1.0 / jnp.maximum(total.tokens, jnp.ones_like(total.tokens))
         grads = jax.tree.map(lambda grad: grad * share.astype(grad.dtype), grads)
         updates, opt_state = optimizer.update(grads, opt_state, adapters)
@@ -162,7 +172,7 @@ def build_train(
             trained_tokens=total.tokens,
         )
         new_adapters: Any = optax.apply_updates(adapters, updates)
-        return TrainState(new_adapters, opt_state, step + 1), metrics, kept
+        return TrainState(new_adapters, opt_state, state.step + 1), metrics, kept
 
     return jax.jit(
         train_step,
@@ -170,7 +180,7 @@ def build_train(
         out_shardings=(
             state_shardings(spec, optimizer),
             NamedSharding(spec.mesh, P()),
-            NamedSharding(spec.mesh, P(spec.axes)),
+            NamedSharding(spec.mesh, P(spec.data_axes)),
         ),
         compiler_options=compiler_options,
     )
@@ -180,18 +190,18 @@ def build_eval(
     spec: StepSpec, *, compiler_options: dict[str, Any] | None = None
 ) -> Any:
     """Builds the jitted (adapters, weights, batch) -> `TokenLoss` sums."""
-    axes = spec.axes
+    axes = spec.data_axes
     adapter_specs = step_specs.adapter_specs(spec)
 
-    def local_sums(adapters, weights, batch):
+    def local_sums(adapters: Params, weights: Params, batch: Batch) -> TokenLoss:
         adapters = _whole(adapters, adapter_specs, axes)
         inputs = microbatches.Inputs(adapters, weights, None)
 
-        def body(total, microbatch):
+        def body(total: TokenLoss, microbatch: Batch) -> tuple[TokenLoss, None]:
             sums = microbatches.evaluate(spec, inputs, microbatch)
             return jax.tree.map(jnp.add, total, sums), None
 
-        return jax.lax.psum(jax.lax.scan(body, _no_loss(weights, axes), batch)[0], axes)
+        return jax.lax.psum(jax.lax.scan(body, _no_loss(spec), batch)[0], axes)
 
     sharded_sums = jax.shard_map(
         local_sums,
@@ -202,25 +212,29 @@ def build_eval(
     return jax.jit(sharded_sums, compiler_options=compiler_options)
 
 
-def _sharded_sums(spec):
+def _sharded_sums(spec: StepSpec) -> Any:
     """(adapters, step, weights, batch, kept) -> (gradients, `TokenLoss`, kept).
 
     Gradients and loss are sums over all tokens of the step and over all devices.
     """
-    axes = spec.axes
+    axes = spec.data_axes
     adapter_specs = step_specs.adapter_specs(spec)
 
-    def local_sums(adapters, step, weights, batch, kept):
+    def local_sums(
+        adapters: Params, step: jax.Array, weights: Params, batch: Batch, kept: Arenas
+    ) -> tuple[Params, TokenLoss, Arenas]:
         adapters = _whole(adapters, adapter_specs, axes)
         inputs = microbatches.Inputs(adapters, weights, step)
         max_length = batch.input_ids.shape[-1]
         sums = microbatches.Sums(
             grads=jax.tree.map(jnp.zeros_like, adapters),
-            total=_no_loss(weights, axes),
-            arenas=_open_arenas(spec, weights, kept, max_length=max_length),
+            total=_no_loss(spec),
+            arenas=_open_arenas(spec, kept, max_length=max_length),
         )
 
-        def body(sums, microbatch):
+        def body(
+            sums: microbatches.Sums, microbatch: Batch
+        ) -> tuple[microbatches.Sums, None]:
             return microbatches.add(spec, inputs, sums, microbatch), None
 
         sums, _ = jax.lax.scan(body, sums, batch)
@@ -236,7 +250,8 @@ def _sharded_sums(spec):
     )
 
 
-def _kept_parts(spec, *, max_length):
+def _kept_parts(spec: StepSpec, *, max_length: int) -> list[str]:
+    """Parts whose arena crosses the border of steps."""
     return [
         part
         for part in step_specs.PARTS
@@ -244,7 +259,7 @@ def _kept_parts(spec, *, max_length):
     ]
 
 
-def _open_arenas(spec, weights, kept, *, max_length):
+def _open_arenas(spec: StepSpec, kept: Arenas, *, max_length: int) -> Arenas:
     """Arenas that came from the step before, and empty ones for the other parts."""
     opened = {}
     for part in step_specs.PARTS:
@@ -252,32 +267,36 @@ def _open_arenas(spec, weights, kept, *, max_length):
             opened[part] = kept[part][0]
         else:
             layout = step_specs.arena_layout(spec, part, max_length=max_length)
-            opened[part] = microbatches.empty_arena(spec, layout, weights)
+            opened[part] = microbatches.empty_arena(spec, layout)
     return opened
 
 
-def _split_dim(spec):
+def _split_dim(spec: P) -> int | None:
     """The dim of an adapter that is split over devices, or None."""
     dims = [dim for dim, axes in enumerate(spec) if axes]
     return dims[0] if dims else None
 
 
-def _whole(adapters, specs, axes):
-    """Whole adapters, marked as different on each device: their sums are ours."""
+def _whole(adapters: Params, specs: Params, axes: tuple[str, ...]) -> Params:
+    """Whole adapters, marked as different on each device."""
 
-    def whole(leaf, spec):
+    def whole(leaf: jax.Array, spec: P) -> jax.Array:
         dim = _split_dim(spec)
         if dim is None:
+            # Else differentiating adds gradients up over devices layer by layer; we
+            # do it once a step.
             return jax.lax.pcast(leaf, axes, to="varying")
         return jax.lax.all_gather(leaf, spec[dim], axis=dim, tiled=True)
 
     return jax.tree.map(whole, adapters, specs)
 
 
-def _reduced(sums, specs, axes):
-    """The one reduction of a step: gradients and loss over all devices."""
+def _reduced(
+    sums: microbatches.Sums, specs: Params, axes: tuple[str, ...]
+) -> tuple[Params, TokenLoss]:
+    """The one reduction of a step: gradients and loss over the data axes."""
 
-    def reduced(leaf, spec):
+    def reduced(leaf: jax.Array, spec: P) -> jax.Array:
         dim = _split_dim(spec)
         if dim is None:
             return jax.lax.psum(leaf, axes)
@@ -286,8 +305,8 @@ def _reduced(sums, specs, axes):
     return jax.tree.map(reduced, sums.grads, specs), jax.lax.psum(sums.total, axes)
 
 
-def _no_loss(weights, axes):
-    dtype = weights["head"]["norm"]["scale"].dtype
-    zero = jnp.zeros((), jnp.promote_types(dtype, jnp.float32))
-    zero = jax.lax.pcast(zero, axes, to="varying")
+def _no_loss(spec: StepSpec) -> TokenLoss:
+    """Zero sums, in at least float32."""
+    zero = jnp.zeros((), jnp.promote_types(spec.dtype, jnp.float32))
+    zero = jax.lax.pcast(zero, spec.data_axes, to="varying")
     return TokenLoss(zero, zero)

@@ -24,8 +24,13 @@ CUTS = {
     8: [(1, 2), (2, 1), (2, 2), (4, 1), (1, 3)],
     4: [(4, 1), (2, 2), (4, 2), (2, 3)],
     1: [(16, 1), (8, 2), (8, 3)],
+    3: [(6, 1), (5, 1), (3, 2)],
+    5: [(4, 1), (3, 1), (2, 2)],
+    6: [(4, 1), (2, 2), (1, 3)],
+    7: [(4, 1), (2, 2), (1, 3)],
 }
 MESHES = ("2x2x2", "2x4", "8", "4", "1")
+ODD_MESHES = ("3", "5", "2x3", "7")  # sizes that divide few arrays
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
 
 
@@ -37,16 +42,17 @@ class Case:
     plan: plans.Plan
     variant: str = "gqa"
     dropout: float = 0.0
+    storage: str = ""  # dtype of the weights, where it is not that of activations
 
 
 def mesh_of(text):
     return meshes.make(meshes.parse(text), jax.devices())
 
 
-def random_case(seed):
-    """A random valid plan of the three tiny layers."""
+def random_case(seed, mesh_texts=MESHES):
+    """A random valid plan of the three tiny layers on one of the meshes."""
     rng = np.random.default_rng(seed)
-    mesh = str(rng.choice(MESHES))
+    mesh = str(rng.choice(mesh_texts))
     sizes = tuple(mesh_of(mesh).devices.shape)
     counts = [(3,), (1, 2), (2, 1), (1, 1, 1)][rng.integers(4)]
     segments = tuple(_random_segment(rng, count, len(sizes)) for count in counts)
@@ -59,16 +65,20 @@ def random_case(seed):
     embedding, head = (plans.Table(str(rng.choice(list(plans.Table)))) for _ in "ab")
     if variant == "tied" and plans.Table.RESIDENT in (embedding, head):
         embedding = head = plans.Table.RESIDENT
+    tail_chunks = int(rng.choice(chunks))
+    adapters = plans.AdapterState(str(rng.choice(list(plans.AdapterState))))
+    if tiny.CONFIG.hidden_size % np.prod(sizes):  # adapters are not padded
+        adapters = plans.AdapterState.REPLICATED
     plan = plans.Plan(
         mesh_sizes=sizes,
         segments=segments,
         microbatch=microbatch,
         accumulation=accumulation,
         tail_layers=tail,
-        tail_chunks=int(rng.choice(chunks)),
+        tail_chunks=tail_chunks,
         embedding=embedding,
         head=head,
-        adapters=plans.AdapterState(str(rng.choice(list(plans.AdapterState)))),
+        adapters=adapters,
         weight_dtype="float64",
     )
     dropout = float(rng.choice([0.0, 0.25]))
@@ -122,9 +132,13 @@ def setting(variant, dtype):
 
 
 @functools.cache
-def plain_run(variant, dropout, dtype):
-    """[(loss, gradient norm, adapters)] of the plain unsharded program."""
+def plain_run(variant, dropout, dtype, storage):
+    """[(loss, gradient norm, adapters)] of the plain unsharded program.
+
+    Its weights are rounded to `storage` and converted to `dtype`.
+    """
     model, specs, weights, params, batches = setting(variant, dtype)
+    weights = jax.tree.map(lambda leaf: leaf.astype(storage).astype(dtype), weights)
     plain = tiny.PlainStep(
         model=model, specs=specs, optimizer=OPTIMIZER, dropout_rate=dropout, seed=7
     )
@@ -140,6 +154,8 @@ def check(case, *, dtype):
     """Losses, gradient norms and updates of each step equal the plain program's."""
     dtype = np.dtype(dtype)
     model, specs, weights, params, batches = setting(case.variant, dtype)
+    storage = np.dtype(case.storage or dtype)
+    weights = jax.tree.map(lambda leaf: leaf.astype(storage), weights)
     mesh, plan = mesh_of(case.mesh), case.plan
     spec = steps.StepSpec(
         model=model,
@@ -148,17 +164,18 @@ def check(case, *, dtype):
         adapters=specs,
         dropout_rate=case.dropout,
         seed=7,
+        activation_dtype=dtype.name if case.storage else "",
     )
     state = TrainState(params, jax.jit(OPTIMIZER.init)(params), jnp.int32(0))
     state = jax.device_put(
         jax.device_get(state), steps.state_shardings(spec, OPTIMIZER)
     )
-    sharded = engine_weights(model, plan, mesh, weights, dtype=dtype)
+    sharded = engine_weights(model, plan, mesh, weights, dtype=storage)
     arenas = steps.init_arenas(spec, sharded, max_length=TOKENS)
     step = steps.build_train(spec, OPTIMIZER)
     before, got_before = params, params
     for rows, want in zip(
-        batches, plain_run(case.variant, case.dropout, dtype), strict=True
+        batches, plain_run(case.variant, case.dropout, dtype, storage), strict=True
     ):
         placed = steps.put(steps.cut(rows, plan), mesh)
         state, metrics, arenas = step(state, sharded, placed, arenas)

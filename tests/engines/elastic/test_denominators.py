@@ -28,7 +28,13 @@ def built(cut, mesh, dtype):
     """(plan, mesh, step, weights) of a cut on a mesh."""
     mesh = meshes.make(meshes.parse(mesh), jax.devices())
     sizes = tuple(mesh.devices.shape)
-    plan = plans.static(name="fsdp", num_layers=1, mesh_sizes=sizes, rows=cut)
+    plan = plans.static(
+        name="fsdp",
+        num_layers=1,
+        mesh_sizes=sizes,
+        rows=cut,
+        weight_dtype=np.dtype(dtype).name,
+    )
     spec = steps.StepSpec(model=MODEL, plan=plan, mesh=mesh, adapters=SPECS)
     plain = tiny.parameters(MODEL, dtype=dtype)
     arranged = {

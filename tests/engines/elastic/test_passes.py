@@ -8,11 +8,13 @@ import pytest
 
 from models import llama
 from mtuner_jax.adapters import lora
+from mtuner_jax.devices import meshes
 from mtuner_jax.engines.elastic import passes
-from mtuner_jax.engines.elastic.segment_weights import Segment
+from mtuner_jax.engines.elastic.segment_weights import Backwards, Segment
 from mtuner_jax.planning import plans
 from mtuner_jax.planning.costs import arena_layouts
 from mtuner_jax.planning.plans import Saved
+from mtuner_jax.weights import layouts
 from tests import tiny
 
 ROWS, TOKENS = 2, 12
@@ -63,13 +65,18 @@ def segment_run(saved, *, prefetch=False):
     )
     input_size = 0 if saved is Saved.LAYER_INPUT_ON_HOST else INPUT_FLOATS
     layout = arena_layouts.layout(LAYERS * [input_size], LAYERS * [0])
+    whole = plans.static(name="fsdp", num_layers=LAYERS, mesh_sizes=(1,), rows=(1, 1))
+    mesh = meshes.make(meshes.parse("1"), jax.devices())
+    table = layouts.table(model, whole, mesh, dtype="float32")
     segment = Segment(
         plan=plans.SegmentPlan(num_layers=LAYERS, saved=saved, prefetch=prefetch),
         start=0,
         first=0,
+        table=table["segments"]["0"],
         shards=tiny.parameters(model, dtype=np.float32)["layers"],
         arena=layout,
         axes=(),
+        dtype=np.dtype("float32"),
     )
     x_BTD = jnp.zeros((ROWS, TOKENS, CONFIG.hidden_size))
     return run, segment, x_BTD, jnp.zeros((layout.rows, layout.width))
@@ -93,7 +100,7 @@ def test_policy_keeps_exactly_these_floats(saved, prefetch):
     arena, kept = residuals(saved, prefetch=prefetch)
     got = {name: math.prod(leaf.shape) for name, leaf in kept.tensors.items()}
     assert got == {name: LAYERS * n for name, n in KEPT_FLOATS[saved].items()}
-    assert kept.blocks == []
+    assert kept.blocks == {}
     if saved is Saved.LAYER_INPUT_ON_HOST:
         assert arena.shape[0] == 1
         assert sum(leaf.size for leaf in kept.inputs) == LAYERS * INPUT_FLOATS
@@ -111,7 +118,7 @@ def dots_of_backward(saved):
 
     def backward(kept, dx_BTD, arena):
         grads = jax.tree.map(jnp.zeros_like, run.adapters)
-        state = passes.Backwards(dx_BTD, arena, grads)
+        state = Backwards(dx_BTD, arena, grads)
         return passes.backward(run, [segment], [kept], state)
 
     lowered = jax.jit(backward).lower(kept, x_BTD, arena)

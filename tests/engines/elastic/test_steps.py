@@ -22,6 +22,55 @@ def test_each_random_plan_equals_the_plain_step(seed):
     plan_cases.check(plan_cases.random_case(seed), dtype=jnp.float64)
 
 
+# One for each size: 3, 5, 6 and 7 devices, with copies, tails and every kind of table.
+ODD_FIXED = (5, 14, 18, 21)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("seed", ODD_FIXED)
+def test_plan_on_a_mesh_that_divides_little_equals_the_plain_step(seed):
+    case = plan_cases.random_case(seed, plan_cases.ODD_MESHES)
+    plan_cases.check(case, dtype=jnp.float64)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("seed", sorted(set(range(NUM_RANDOM // 2)) - set(ODD_FIXED)))
+def test_each_plan_on_a_mesh_that_divides_little_equals_the_plain_step(seed):
+    case = plan_cases.random_case(seed, plan_cases.ODD_MESHES)
+    plan_cases.check(case, dtype=jnp.float64)
+
+
+def stored_in(storage, **settings):
+    """A case of weights stored in another dtype than that of activations."""
+    segments = (
+        plans.SegmentPlan(num_layers=1, bwd_keep_axes=1, prefetch=True),
+        plans.SegmentPlan(num_layers=2, fwd_keep_axes=2),
+    )
+    plan = plans.Plan(
+        mesh_sizes=(2, 3),
+        segments=segments,
+        microbatch=3,
+        accumulation=1,
+        weight_dtype=storage,
+        **settings,
+    )
+    return plan_cases.Case(
+        mesh="2x3", plan=plan, storage=storage, variant="bias_and_padded_vocabulary"
+    )
+
+
+def test_weights_in_bfloat16_under_activations_in_float32_are_converted():
+    plan_cases.check(stored_in("bfloat16"), dtype=jnp.float32)
+
+
+@pytest.mark.usefixtures("x64")
+def test_weights_in_float32_under_activations_in_float64_are_converted():
+    split = plans.Table.SPLIT
+    case = stored_in("float32", embedding=split, head=split)
+    plan_cases.check(case, dtype=jnp.float64)
+
+
 def test_plan_in_float32_stays_within_rounding():
     segments = (
         plans.SegmentPlan(

@@ -1,7 +1,6 @@
 """A step is traced once, whatever batch arrives: a second trace is a second compile."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -10,7 +9,7 @@ from models import llama
 from mtuner_jax.devices import meshes
 from mtuner_jax.engines.elastic import steps
 from mtuner_jax.planning import plans
-from mtuner_jax.weights import layouts
+from mtuner_jax.weights import layouts, random_weights
 from tests import tiny
 
 TOKENS = 12
@@ -39,14 +38,18 @@ def test_step_and_evaluation_are_traced_once_each(bwd_keep_axes):
     mesh = meshes.make(meshes.parse("2x2x2"), jax.devices())
     segment = plans.SegmentPlan(num_layers=3, bwd_keep_axes=bwd_keep_axes)
     plan = plans.Plan(
-        mesh_sizes=(2, 2, 2), segments=(segment,), microbatch=1, accumulation=2
+        mesh_sizes=(2, 2, 2),
+        segments=(segment,),
+        microbatch=1,
+        accumulation=2,
+        weight_dtype="float32",
     )
     spec = steps.StepSpec(
         model=model, plan=plan, mesh=mesh, adapters=tiny.adapters(model)
     )
     optimizer = optax.adamw(1e-2)
-    abstract = layouts.layout(model, plan, mesh, dtype=jnp.float32)
-    weights = layouts.random(abstract, plan, jax.random.key(0))
+    table = layouts.table(model, plan, mesh, dtype="float32")
+    weights = random_weights.draw(table, mesh, jax.random.key(0))
     state = steps.init_state(spec, optimizer)
     arenas = steps.init_arenas(spec, weights, max_length=TOKENS)
     assert bool(arenas) == plan.keeps_copies == (bwd_keep_axes > 0)
