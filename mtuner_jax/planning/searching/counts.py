@@ -9,6 +9,7 @@ them cost other bytes and are looked at one by one.
 Letters as in `options`: G segments, S sequences, N candidates, K conditions.
 """
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -84,7 +85,8 @@ class Counting:
 
         def total_SC(each_GS: np.ndarray) -> np.ndarray:
             pairs = zip(each_GS[:, :, None], counts_GC, strict=True)
-            return sum(each_S1 * counts_C for each_S1, counts_C in pairs)
+            products = (each_S1 * counts_C for each_S1, counts_C in pairs)
+            return functools.reduce(np.add, products)
 
         seconds_SC = total_SC(self._layer_s_GS) + self._ends_s_S[:, None]
         kept_SC = seconds_SC < self.limit_s
