@@ -91,6 +91,22 @@ class Rows(NamedTuple):
     count: Any
 
 
+def num_elements(segments: Sequence[Rows]) -> int:
+    """Elements of the arena that `layout` makes for such layers.
+
+    Args:
+      segments: Elements instead of rows, plain numbers.
+    """
+    width = row_width(
+        max([1, *(max(one.input_rows, one.copy_rows) for one in segments)])
+    )
+    rows = [
+        Rows(-(-one.input_rows // width), -(-one.copy_rows // width), one.count)
+        for one in segments
+    ]
+    return width * int(max(1, *rows_needed(rows)))
+
+
 def rows_needed(segments: Sequence[Rows]) -> list[Any]:
     """Rows that an arena must have at least, for several reasons; the most counts.
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from mtuner_jax.numbers import chunking
 from mtuner_jax.planning import sites
 from mtuner_jax.planning.costs import arena_layouts, transients
+from mtuner_jax.planning.costs.arena_layouts import Rows
 from mtuner_jax.planning.plans import (
     ON_HOST,
     SAVED_TENSORS,
@@ -359,15 +360,14 @@ def _arena_bytes(
 ) -> _Arenas:
     size = workload.activation_bytes
     kept = within = pointers = 0
-    for part in (range(plan.tail_start), range(plan.tail_start, len(layers))):
-        inputs, copies = [], []
-        for index in part:
-            count, layer = plan.segments[index].num_layers, layers[index]
-            inputs += count * [-(-layer.layer_input // size)]
-            copies += count * [-(-layer.bwd_copy // size)]
-        layout = arena_layouts.layout(inputs, copies)
-        bytes_of_part = layout.rows * layout.width * size
-        if layout.has_copies:
+    border, counts = plan.tail_start, [one.num_layers for one in plan.segments]
+    for part in (slice(border), slice(border, None)):
+        elements = [
+            Rows(-(-layer.layer_input // size), -(-layer.bwd_copy // size), count)
+            for layer, count in zip(layers[part], counts[part], strict=True)
+        ]
+        bytes_of_part = size * arena_layouts.num_elements(elements)
+        if any(one.copy_rows for one in elements):
             kept += bytes_of_part
             pointers += POINTER_BYTES
         else:

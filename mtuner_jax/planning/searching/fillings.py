@@ -92,28 +92,28 @@ class Filler:
         """The fastest filling of some sequences; the smallest of equally fast ones."""
         transient_S = self.options.transient_O[sequences_GS].max(axis=0)
         transient_S = np.maximum(transient_S, task.floor_bytes)
-        room_S = task.room_bytes - transient_S
-        found = counts.candidates(
-            self.options, sequences_GS, layers=task.layers, room_S=room_S
+        counting = counts.Counting(
+            self.options,
+            sequences_GS,
+            layers=task.layers,
+            room_S=task.room_bytes - transient_S,
+            limit_s=limit_s * (1 + _SAME),
         )
         segments, number = sequences_GS.shape
         self.scored += number * _compositions(task.layers, segments)
-        seconds_SC = found.seconds_SC + self.options.ends_s(sequences_GS)[:, None]
-        fits_SC = (found.counts_GSC > 0).all(axis=0)
-        fits_SC &= found.bytes_SC <= room_S[:, None]
-        seconds_SC = np.where(fits_SC, seconds_SC, np.inf)
-        least_s = seconds_SC.min(initial=np.inf)
+        found = counting.candidates()
+        least_s = found.seconds_N.min(initial=np.inf)
         if not least_s < limit_s:
             return None
-        equal = np.nonzero(seconds_SC <= least_s * (1 + _SAME))
-        taken_SC = found.bytes_SC + transient_S[:, None]
-        first = np.lexsort((equal[1], equal[0], taken_SC[equal]))[0]
-        row, column = equal[0][first], equal[1][first]
+        equal = np.flatnonzero(found.seconds_N <= least_s * (1 + _SAME))
+        sequence = found.sequence_N[equal]
+        taken = found.bytes_N[equal] + transient_S[sequence]
+        first = np.lexsort((sequence, taken))[0]
         return Filling(
-            float(seconds_SC[row, column]),
-            int(taken_SC[row, column]),
-            tuple(int(option) for option in sequences_GS[:, row]),
-            tuple(int(count) for count in found.counts_GSC[:, row, column]),
+            float(found.seconds_N[equal[first]]),
+            int(taken[first]),
+            tuple(sequences_GS[:, sequence[first]].tolist()),
+            tuple(found.counts_GN[:, equal[first]].tolist()),
         )
 
 
