@@ -8,14 +8,6 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 ROOMS = ("engines", "ops", "planning", "weights", "protocols")
 ORDERING = "mtuner_jax/ops/ordering.py"
-# To be emptied: files that still do what these tests refuse.
-NOT_YET = {
-    "mtuner_jax/engines/elastic/microbatches.py",
-    "mtuner_jax/engines/elastic/passes.py",
-    "mtuner_jax/engines/elastic/segment_weights.py",
-    "mtuner_jax/engines/elastic/steps.py",
-    "mtuner_jax/ops/arenas.py",
-}
 
 
 def unlike(annotation):
@@ -69,8 +61,7 @@ def test_carries_have_names_and_barriers_reasons():
     for room in ROOMS:
         for path in sorted((ROOT / "mtuner_jax" / room).rglob("*.py")):
             name, seen = path.relative_to(ROOT).as_posix(), seen + 1
-            if name not in NOT_YET:
-                found += violations(name, path.read_text())
+            found += violations(name, path.read_text())
     assert not found, "\n".join(found)
     assert seen > len(ROOMS)
 

@@ -5,11 +5,17 @@ PEFT (`lora.r`, `lora.lora_alpha`). `settings.cli` parses YAML and flags into th
 nothing below ever sees a dict or a string flag.
 """
 
-from mtuner_jax.configs.adapters import LoraConfig
-from mtuner_jax.configs.datasets import DatasetConfig, OnBadSample, Overlong, TrainOn
 from mtuner_jax.configs.errors import ConfigError
-from mtuner_jax.configs.optimizers import OptimizerConfig
-from mtuner_jax.configs.runs import Platform, RunConfig
+from mtuner_jax.configs.runs import (
+    DatasetConfig,
+    LoraConfig,
+    OnBadSample,
+    OptimizerConfig,
+    Overlong,
+    Platform,
+    RunConfig,
+    TrainOn,
+)
 
 __all__ = [
     "ConfigError",

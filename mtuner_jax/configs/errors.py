@@ -14,18 +14,12 @@ def require(condition: object, text: str) -> None:
         raise ConfigError(text)
 
 
-def at_least_one(config: Any, *names: str) -> None:
-    """Checks that these fields of a config are 1 or more."""
+def at_least(least: int, config: Any, *names: str, prefix: str = "") -> None:
+    """Checks that these fields of a config, called `prefix` + name, are high enough."""
+    must = f"must be at least {least}" if least else "must not be negative"
     for name in names:
         value = getattr(config, name)
-        require(value >= 1, f"{name}={value} must be at least 1")
-
-
-def not_negative(config: Any, *names: str) -> None:
-    """Checks that these fields of a config are 0 or more."""
-    for name in names:
-        value = getattr(config, name)
-        require(value >= 0, f"{name}={value} must not be negative")
+        require(value >= least, f"{prefix}{name}={value} {must}")
 
 
 def one_of(config: Any, name: str, allowed: Collection[str]) -> None:

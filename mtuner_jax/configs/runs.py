@@ -1,12 +1,122 @@
-"""A training run."""
+"""A training run, and the parts of it that have a config of their own."""
 
 import dataclasses
 import enum
 
 from mtuner_jax.configs import errors
-from mtuner_jax.configs.adapters import LoraConfig
-from mtuner_jax.configs.datasets import DatasetConfig
-from mtuner_jax.configs.optimizers import OptimizerConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters, named and defined as in PEFT.
+
+    Attributes:
+      r: Rank of the update; adapters are A [in, r] and B [r, out].
+      lora_alpha: Numerator of the scaling, alpha / r (or alpha / sqrt(r)).
+      lora_dropout: Probability of zeroing an element of an adapter's input.
+      target_modules: Module names (leaf, such as q_proj, or dotted suffix), one
+        regular expression that must match a whole module path, or `all-linear`.
+      use_rslora: Scale by alpha / sqrt(r) instead of alpha / r.
+      rank_pattern: Regular expression on module paths -> its own rank.
+      alpha_pattern: Regular expression on module paths -> its own alpha.
+    """
+
+    r: int = 16
+    lora_alpha: float = 32.0
+    lora_dropout: float = 0.0
+    target_modules: str | tuple[str, ...] = "all-linear"
+    use_rslora: bool = False
+    rank_pattern: dict[str, int] = dataclasses.field(default_factory=dict)
+    alpha_pattern: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        errors.at_least(1, self, "r", prefix="lora.")
+        errors.require(
+            0.0 <= self.lora_dropout < 1.0,
+            f"lora.lora_dropout={self.lora_dropout} must be in [0, 1)",
+        )
+        for pattern, rank in self.rank_pattern.items():
+            where = f"lora.rank_pattern[{pattern!r}]"
+            errors.require(rank >= 1, f"{where}={rank}: at least 1")
+        errors.require(self.target_modules, "lora.target_modules is empty")
+
+
+class TrainOn(enum.StrEnum):
+    """Which tokens of a sample carry loss."""
+
+    AUTO = "auto"
+    ASSISTANT = "assistant"
+    COMPLETION = "completion"
+    ALL = "all"
+
+
+class Overlong(enum.StrEnum):
+    """What happens to a sample longer than `max_length`."""
+
+    TRUNCATE = "truncate"
+    DROP = "drop"
+    ERROR = "error"
+
+
+class OnBadSample(enum.StrEnum):
+    """What happens at a line that cannot be used."""
+
+    ERROR = "error"
+    SKIP = "skip"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DatasetConfig:
+    """Where samples come from and how a line becomes tokens and loss mask.
+
+    Attributes:
+      path: JSONL file or files; empty means the instruction set that ships.
+      format: `auto`, `messages`, `prompt_completion` or `alpaca`.
+      train_on: Tokens with loss; `auto` means the assistant's or completion's.
+      chat_template: Jinja file that replaces the tokenizer's own template.
+      overlong: What to do with samples longer than `max_length`.
+      on_bad_sample: Stop at an unusable line, or skip and count it.
+    """
+
+    path: tuple[str, ...] = ()
+    format: str = "auto"
+    train_on: TrainOn = TrainOn.AUTO
+    chat_template: str = ""
+    overlong: Overlong = Overlong.TRUNCATE
+    on_bad_sample: OnBadSample = OnBadSample.ERROR
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW and its schedule, counted in optimizer steps.
+
+    Attributes:
+      learning_rate: Highest rate of the schedule.
+      lr_scheduler_type: `linear`, `cosine`, `constant` or `constant_with_warmup`.
+      warmup_steps: Steps of linear warm-up; below 1 it is a share of all steps.
+      weight_decay: Decoupled decay of the adapters.
+      adam_beta1: Decay of the first moment.
+      adam_beta2: Decay of the second moment.
+      adam_epsilon: Added to the root of the second moment.
+      max_grad_norm: Global norm to which gradients are clipped; 0 switches it off.
+    """
+
+    learning_rate: float = 2e-4
+    lr_scheduler_type: str = "cosine"
+    warmup_steps: float = 0.03
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+    max_grad_norm: float = 1.0
+
+    def __post_init__(self):
+        schedules = ("linear", "cosine", "constant", "constant_with_warmup")
+        errors.one_of(self, "lr_scheduler_type", schedules)
+        errors.require(
+            self.learning_rate > 0, f"learning_rate={self.learning_rate}: above 0"
+        )
+        errors.at_least(0, self, "warmup_steps", "max_grad_norm")
 
 
 class Platform(enum.StrEnum):
@@ -106,23 +216,17 @@ class RunConfig(OptimizerConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        errors.at_least_one(
+        errors.at_least(
+            1,
             self,
-            "max_length",
-            "per_device_train_batch_size",
-            "gradient_accumulation_steps",
-            "logging_steps",
-            "save_total_limit",
+            *"max_length per_device_train_batch_size gradient_accumulation_steps "
+            "logging_steps save_total_limit".split(),
         )
-        errors.not_negative(
+        errors.at_least(
+            0,
             self,
-            "global_batch_size",
-            "max_steps",
-            "save_steps",
-            "eval_steps",
-            "max_eval_batches",
-            "val_size",
-            "memory_budget",
+            *"global_batch_size max_steps save_steps eval_steps max_eval_batches "
+            "val_size memory_budget".split(),
         )
         errors.require(
             self.max_steps > 0 or self.num_train_epochs > 0,

@@ -70,19 +70,12 @@ def _draw(axes: Any, records: Records, *, color: str, label: str) -> None:
         axes.plot(steps, means, color=color, linewidth=2.0, label=f"{label}train")
     eval_steps, eval_losses = _series(records, "eval_loss")
     if eval_steps:
-        axes.plot(
-            eval_steps,
-            eval_losses,
-            color=color,
-            linestyle="--",
-            marker="o",
-            markersize=5,
-            markerfacecolor="white",
-            label=f"{label}eval",
-        )
+        marker = {"marker": "o", "markersize": 5, "markerfacecolor": "white"}
+        line = {"color": color, "linestyle": "--", "label": f"{label}eval"}
+        axes.plot(eval_steps, eval_losses, **line, **marker)
 
 
 def _series(records: Records, name: str) -> tuple[list[int], list[float]]:
-    points = [(record["step"], record[name]) for record in records if name in record]
-    losses = [math.nan if loss is None else loss for _, loss in points]
-    return [step for step, _ in points], losses
+    found = [record for record in records if name in record]
+    losses = [math.nan if r[name] is None else r[name] for r in found]
+    return [record["step"] for record in found], losses

@@ -15,6 +15,7 @@ from mtuner_jax.planning.costs import timelines
 from mtuner_jax.planning.costs.timelines import Event, Timeline
 from mtuner_jax.planning.plans import Plan
 
+_TOUCH_S = 1e-9  # apart at most, where a span follows another
 LANES = (timelines.COMPUTE, timelines.LINK, timelines.HOST)
 # Kinds of bars: of layers, of the rest, and of the lack of any computation.
 BARS = "forward backward copies other waits weights moved layer_input".split()
@@ -63,14 +64,13 @@ def picture(
             "this plan"
         )
     edges_s, held_axes = _held(plan, timeline)
-    sizes = plan.mesh_sizes
-    kinds = timeline.memory[0].num_bytes
+    sizes, memory = plan.mesh_sizes, timeline.memory
     return Picture(
         window_s=_window(plan, timeline, microbatch),
-        time_s=np.array([instant.time_s for instant in timeline.memory]),
+        time_s=np.array([instant.time_s for instant in memory]),
         num_bytes={
-            kind: np.array([instant.num_bytes[kind] for instant in timeline.memory])
-            for kind in kinds
+            kind: np.array([instant.num_bytes[kind] for instant in memory])
+            for kind in memory[0].num_bytes
         },
         edges_s=edges_s,
         held_axes=held_axes,
@@ -149,17 +149,18 @@ def _bars(timeline: Timeline) -> dict[str, dict[str, list[tuple[float, float]]]]
     lanes: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for stream in LANES:
         events = [event for event in timeline.events if event.stream == stream]
-        if not events:
-            continue
-        lane = lanes.setdefault(stream, {})
-        for kind, found in itertools.groupby(
-            sorted(events, key=lambda e: (_bar(e), e.start_s)), key=_bar
-        ):
-            lane[kind] = _spans((event.start_s, event.end_s) for event in found)
+        events.sort(key=lambda event: (_bar(event), event.start_s))
+        for kind, found in itertools.groupby(events, key=_bar):
+            spans = _spans((event.start_s, event.end_s) for event in found)
+            lanes.setdefault(stream, {})[kind] = spans
     computes = lanes.get(timelines.COMPUTE, {})
-    busy = sorted(span for spans in computes.values() for span in spans)
-    idle = _gaps(busy, timeline.step_s)
-    if idle:
+    ends = sorted(
+        (start, start + s) for spans in computes.values() for start, s in spans
+    )
+    # Where the end of what computes lies before the next start, nothing does.
+    busy = [(0.0, 0.0), *_spans(ends), (timeline.step_s, 0.0)]
+    gaps = [(a + s, b - a - s) for (a, s), (b, _) in itertools.pairwise(busy)]
+    if idle := [(start, s) for start, s in gaps if s > _TOUCH_S]:
         computes["waits"] = idle
     return lanes
 
@@ -174,20 +175,8 @@ def _spans(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]
     """Sorted (start, end) -> (start, seconds), joined where they touch."""
     joined: list[list[float]] = []
     for start_s, end_s in intervals:
-        if joined and start_s <= joined[-1][1] + 1e-9:
+        if joined and start_s <= joined[-1][1] + _TOUCH_S:
             joined[-1][1] = max(joined[-1][1], end_s)
         else:
             joined.append([start_s, end_s])
     return [(start_s, end_s - start_s) for start_s, end_s in joined]
-
-
-def _gaps(
-    busy: Sequence[tuple[float, float]], step_s: float
-) -> list[tuple[float, float]]:
-    """(start, seconds) between sorted busy spans, from 0 to the step's end."""
-    gaps, now_s = [], 0.0
-    for start_s, seconds in [*busy, (step_s, 0.0)]:
-        if start_s > now_s + 1e-9:
-            gaps.append((now_s, start_s - now_s))
-        now_s = max(now_s, start_s + seconds)
-    return gaps

@@ -94,17 +94,9 @@ def _draw_memory(
     for kind, values in _stacked(shown.num_bytes).items():
         label, color = _KINDS[kind]
         top = bottom + np.append(values, values[-1]) / _GIB
-        handles.append(
-            axes.fill_between(
-                times,
-                bottom,
-                top,
-                step="post",
-                color=color,
-                linewidth=0,
-                label=f"{label} {values.max() / _GIB:.2f}",
-            )
-        )
+        style = {"step": "post", "color": color, "linewidth": 0}
+        label = f"{label} {values.max() / _GIB:.2f}"
+        handles.append(axes.fill_between(times, bottom, top, label=label, **style))
         bottom = top
     for (name, limit), style in zip(limits.items(), ("-", "--", ":"), strict=False):
         label = f"{name} {limit / _GIB:.2f}"
@@ -151,13 +143,11 @@ def _draw_lanes(axes: Any, shown: Picture, scale: float) -> None:
     lanes = shown.bars.values()
     spans = [span for kinds in lanes for spans in kinds.values() for span in spans]
     many = sum(first_s <= start_s < last_s for start_s, _ in spans) > MOST_BARS
-    draw = _draw_shares if many else _draw_spans
+    draw, note = (_draw_shares, "\n(share of time)") if many else (_draw_spans, "")
     for row in range(len(lanes)):
         draw(axes, shown, scale, row)
-    names = [_LANES[stream] for stream in shown.bars]
+    names = [f"{_LANES[stream]}{note}" for stream in shown.bars]
     drawn = {kind for kinds in lanes for kind in kinds}
-    if many:
-        names = [f"{name}\n(share of time)" for name in names]
     axes.set_yticks([-row for row in range(len(names))], names)
     axes.set_ylim(-len(names) + 0.5, 0.5)
     handles = [

@@ -89,32 +89,29 @@ def build(config_type: type[T], written: Iterable[Written]) -> T:
     """The config of what was written, later settings winning over earlier ones."""
     fields = config_fields.of(config_type)
     values: dict[str, Any] = {}
-    winners: dict[str, Written] = {}
+    places: dict[str, str] = {}
     for setting in written:
+        where = yaml_nodes.where(setting.node)
         value = config_values.parse(
             setting.asked, fields[setting.name].type, setting.node
         )
         if setting.asked == "warmup_ratio" and not 0 <= value < 1:
             raise configs.ConfigError(
-                f"{yaml_nodes.where(setting.node)}: warmup_ratio={value} must be in "
-                "[0, 1); for a number of steps write warmup_steps"
+                f"{where}: warmup_ratio={value} must be in [0, 1); for a number of "
+                "steps write warmup_steps"
             )
-        values[setting.name], winners[setting.name] = value, setting
+        values[setting.name], places[setting.name] = value, where
     try:
         return _construct(config_type, values)
     except configs.ConfigError as error:
-        raise configs.ConfigError(f"{error}{_places(error, winners)}") from error
-
-
-def _places(error: Exception, winners: dict[str, Written]) -> str:
-    """Files and lines of the settings that an error names, as ` (...)`."""
-    wheres = {name: yaml_nodes.where(won.node) for name, won in winners.items()}
-    places = [
-        f"{name} is set at {where}"
-        for name, where in wheres.items()
-        if f"{name}=" in str(error) and not where.startswith("--")
-    ]
-    return f" ({', '.join(places)})" if places else ""
+        named = [
+            f"{name} is set at {where}"
+            for name, where in places.items()
+            if f"{name}=" in str(error) and not where.startswith("--")
+        ]
+        if not named:
+            raise
+        raise configs.ConfigError(f"{error} ({', '.join(named)})") from error
 
 
 def _construct(config_type: type, values: dict[str, Any], prefix: str = "") -> Any:
@@ -131,20 +128,16 @@ def _construct(config_type: type, values: dict[str, Any], prefix: str = "") -> A
 
 def _tree(config: Any) -> dict[str, Any]:
     hints = typing.get_type_hints(type(config))
-    return {
-        field.name: _plain(getattr(config, field.name), hints[field.name])
-        for field in dataclasses.fields(config)
-    }
-
-
-def _plain(value: Any, kind: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return _tree(value)
-    if config_fields.is_union(kind) and isinstance(value, str):
-        # Quotes keep a text from being read as a list of names.
-        split = config_values.names(value) != value
-        return yaml_nodes.Quoted(value) if split else value
-    return value
+    tree = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            value = _tree(value)
+        elif config_fields.is_union(hints[field.name]) and isinstance(value, str):
+            if config_values.names(value) != value:  # unquoted it is read as a list
+                value = yaml_nodes.Quoted(value)
+        tree[field.name] = value
+    return tree
 
 
 def _print_and_exit(text: str) -> typing.NoReturn:

@@ -7,6 +7,7 @@ of their docstrings, so that `--help` and docs/configuration.md cannot drift.
 import dataclasses
 import enum
 import inspect
+import itertools
 import re
 import textwrap
 import types
@@ -27,58 +28,51 @@ class Field:
       type: The annotation, resolved.
       default: Value when nobody sets it.
       text: What it means, one paragraph.
+      title: First line of the docstring of the config that it stands in.
     """
 
     name: str
     type: Any
     default: Any
     text: str
+    title: str
 
     @property
     def group(self) -> str:
         """`lora` for `lora.r`, empty for a field of the run itself."""
         return self.name.rpartition(".")[0]
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Group:
-    """A config, or one inside it.
-
-    Attributes:
-      title: First line of its docstring.
-      fields: Its own settings.
-    """
-
-    title: str
-    fields: list[Field]
+    @property
+    def default_text(self) -> str:
+        """The default as a user would type it."""
+        if isinstance(self.default, bool):
+            return str(self.default).lower()
+        if isinstance(self.default, tuple):
+            return f"[{', '.join(map(str, self.default))}]"
+        return str(self.default) if self.default != "" else "''"
 
 
-def of(config_type: type) -> dict[str, Field]:
-    """All fields of a config and of the configs inside it, by dotted name."""
-    found = groups(config_type).values()
-    return {field.name: field for group in found for field in group.fields}
-
-
-def groups(config_type: type, *, prefix: str = "") -> dict[str, Group]:
-    """A config's own fields under "", and those of each config inside it."""
-    hints = typing.get_type_hints(config_type)
-    texts = _attribute_texts(config_type)
+def of(config_type: type, *, prefix: str = "") -> dict[str, Field]:
+    """By dotted name, a config's own fields, then those of the configs inside it."""
+    hints, texts = typing.get_type_hints(config_type), _attribute_texts(config_type)
     title = (inspect.getdoc(config_type) or "").partition("\n")[0]
-    found = {prefix.rstrip("."): Group(title=title, fields=[])}
+    own: dict[str, Field] = {}
+    inner: dict[str, Field] = {}
     for field in dataclasses.fields(config_type):
         name, kind = prefix + field.name, hints[field.name]
         if dataclasses.is_dataclass(kind):
-            found |= groups(typing.cast(type, kind), prefix=f"{name}.")
+            inner |= of(typing.cast(type, kind), prefix=f"{name}.")
             continue
-        found[prefix.rstrip(".")].fields.append(
-            Field(
-                name=name,
-                type=kind,
-                default=_default(field),
-                text=texts.get(field.name, ""),
-            )
+        default, factory = field.default, field.default_factory
+        own[name] = Field(
+            name=name,
+            type=kind,
+            default=default if factory is dataclasses.MISSING else factory(),
+            text=texts.get(field.name, ""),
+            title=title,
         )
-    return found
+        assert own[name].default is not dataclasses.MISSING, f"{name} has no default"
+    return own | inner
 
 
 def type_name(kind: Any) -> str:
@@ -100,23 +94,14 @@ def is_union(kind: Any) -> bool:
     return typing.get_origin(kind) in (typing.Union, types.UnionType)
 
 
-def default_text(default: Any) -> str:
-    """A default as a user would type it."""
-    if isinstance(default, bool):
-        return str(default).lower()
-    if isinstance(default, tuple):
-        return "[" + ", ".join(map(str, default)) + "]"
-    return str(default) if default != "" else "''"
-
-
 def help_text(config_type: type) -> str:
     """One entry for each flag: name, type, default, meaning."""
     lines: list[str] = []
-    for name, group in groups(config_type).items():
-        lines += ["", f"{name or 'run'}: {group.title}"]
-        for field in group.fields:
-            default = default_text(field.default)
-            lines.append(f"  --{field.name} ({type_name(field.type)}; {default})")
+    for name, fields in _groups(config_type):
+        lines += ["", f"{name or 'run'}: {fields[0].title}"]
+        for field in fields:
+            kind = type_name(field.type)
+            lines.append(f"  --{field.name} ({kind}; {field.default_text})")
             indent = " " * 6
             lines += textwrap.wrap(
                 field.text, 78, initial_indent=indent, subsequent_indent=indent
@@ -127,36 +112,27 @@ def help_text(config_type: type) -> str:
 def markdown(config_type: type) -> str:
     """Tables of all settings, one for each group, for docs/configuration.md."""
     parts = []
-    for name, group in groups(config_type).items():
+    for name, fields in _groups(config_type):
         rows = [
-            (
-                f"`{field.name}`",
-                type_name(field.type),
-                f"`{default_text(field.default)}`",
-                field.text,
-            )
-            for field in group.fields
+            (f"`{f.name}`", type_name(f.type), f"`{f.default_text}`", f.text)
+            for f in fields
         ]
         table = tables.markdown("setting | type | default | meaning", rows)
         heading = f"`{name}`" if name else "The run"
-        parts.append(f"## {heading}\n\n{group.title}\n\n{table}")
+        parts.append(f"## {heading}\n\n{fields[0].title}\n\n{table}")
     return "\n".join(parts)
 
 
-def _default(field: dataclasses.Field) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    assert field.default is not dataclasses.MISSING, f"{field.name} has no default"
-    return field.default
+def _groups(config_type: type) -> list[tuple[str, list[Field]]]:
+    """(name, fields) of a config itself, under "", and of each config inside it."""
+    groups = itertools.groupby(of(config_type).values(), lambda field: field.group)
+    return [(name, list(fields)) for name, fields in groups]
 
 
 def _attribute_texts(config_type: type) -> dict[str, str]:
     """Texts of the `Attributes:` sections of a class and of its bases."""
-    texts: dict[str, str] = {}
-    for base in reversed(config_type.__mro__):
-        if not dataclasses.is_dataclass(base):
-            continue
-        section = inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n")[2]
-        for match in _ATTRIBUTE.finditer(textwrap.dedent(section)):
-            texts[match["name"]] = " ".join(match["text"].split())
-    return texts
+    bases = filter(dataclasses.is_dataclass, reversed(config_type.__mro__))
+    docs = [inspect.cleandoc(base.__doc__ or "") for base in bases]
+    sections = [textwrap.dedent(doc.partition("Attributes:\n")[2]) for doc in docs]
+    found = [match for text in sections for match in _ATTRIBUTE.finditer(text)]
+    return {match["name"]: " ".join(match["text"].split()) for match in found}

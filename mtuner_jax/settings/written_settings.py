@@ -47,7 +47,7 @@ def read_yaml(path: str | pathlib.Path, config_type: type) -> list[Written]:
         return []
     if not isinstance(root, yaml.MappingNode):
         raise configs.ConfigError(f"{path}: expected lines such as `max_steps: 20`")
-    settings = list(_flatten(root, prefix="", fields=config_fields.of(config_type)))
+    settings = list(_flatten(root, fields=config_fields.of(config_type)))
     first: dict[str, Written] = {}
     for setting in settings:
         earlier = first.setdefault(setting.name, setting)
@@ -85,13 +85,12 @@ def read_flags(
     return options, settings
 
 
-def _split(argv: Sequence[str]) -> Iterable[tuple[str, list[str]]]:
+def _split(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
     """Flags, each with the values up to the next one."""
     groups: list[tuple[str, list[str]]] = []
     for word in argv:
-        if word == "-h":
-            groups.append(("--help", []))
-        elif word.startswith("--"):
+        word = "--help" if word == "-h" else word
+        if word.startswith("--"):
             flag, equals, value = word.partition("=")
             groups.append((flag, [value] if equals else []))
         elif groups:
@@ -104,13 +103,13 @@ def _split(argv: Sequence[str]) -> Iterable[tuple[str, list[str]]]:
 
 
 def _only(flag: str, values: list[str]) -> str:
-    if len(values) == 1:
-        return values[0]
     if not values:
         raise configs.ConfigError(f"{flag}: its value is missing")
-    raise configs.ConfigError(
-        f"{flag} takes one value, found {len(values)}: {' '.join(values)}"
-    )
+    if len(values) > 1:
+        raise configs.ConfigError(
+            f"{flag} takes one value, found {len(values)}: {' '.join(values)}"
+        )
+    return values[0]
 
 
 def _flag_node(flag: str, kind: Any, values: list[str]) -> yaml.Node:
@@ -123,47 +122,41 @@ def _flag_node(flag: str, kind: Any, values: list[str]) -> yaml.Node:
     if is_tuple and len(values) == 1 and not _FLOW_LIST.fullmatch(values[0]):
         values = values[0].split(",")
     if takes_list and len(values) > 1:
-        return yaml_nodes.sequence(
-            [_word_node(flag, item, value) for value in values], source=flag
-        )
+        words = [_word_node(flag, item, value) for value in values]
+        return yaml_nodes.node(words, source=flag)
     text = _only(flag, values)
-    if takes_list and _FLOW_LIST.fullmatch(text):
-        item = None
-    return _word_node(flag, item, text)
+    is_list = takes_list and _FLOW_LIST.fullmatch(text)
+    return _word_node(flag, None if is_list else item, text)
 
 
 def _word_node(flag: str, kind: Any, text: str) -> yaml.Node:
     """A value as a YAML file would have it; for a text field it is text as it is."""
     is_text = isinstance(kind, type) and issubclass(kind, str)
     node = None if is_text else yaml_nodes.compose(text, source=flag)
-    return node or yaml_nodes.scalar(text, source=flag)
+    return node or yaml_nodes.node(text, source=flag)
 
 
 def _flatten(
-    node: yaml.MappingNode, *, prefix: str, fields: dict[str, config_fields.Field]
+    node: yaml.MappingNode, *, fields: dict[str, config_fields.Field], prefix: str = ""
 ) -> Iterable[Written]:
     groups = {field.group for field in fields.values()} - {""}
     for key, value in yaml_nodes.items(node):
         asked = prefix + key.value.replace("-", "_")
-        if yaml_nodes.is_null(value):
-            _known_name(asked, fields, where=yaml_nodes.where(key), groups=groups)
-        elif asked in groups and isinstance(value, yaml.MappingNode):
+        is_null = value.tag == yaml_nodes.NULL_TAG
+        if asked in groups and isinstance(value, yaml.MappingNode):
             yield from _flatten(value, prefix=f"{asked}.", fields=fields)
-        else:
+        elif not (is_null and asked in groups):
             name = _known_name(asked, fields, where=yaml_nodes.where(key))
-            yield Written(name=name, asked=asked, node=value)
+            if not is_null:
+                yield Written(name=name, asked=asked, node=value)
 
 
 def _known_name(
-    asked: str,
-    fields: dict[str, config_fields.Field],
-    *,
-    where: str,
-    groups: Iterable[str] = (),
+    asked: str, fields: dict[str, config_fields.Field], *, where: str
 ) -> str:
     """The field's name for what was written, or an error with the nearest one."""
     name = (ALIASES | GROUP_ALIASES).get(asked, asked)
-    if name in fields or asked in groups:
+    if name in fields:
         return name
     inside = [known for known in fields if fields[known].group == asked]
     if inside:

@@ -7,7 +7,6 @@ nodes until the type of the field they are for is known.
 
 import enum
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import yaml
@@ -19,6 +18,7 @@ BOOL_TAG = "tag:yaml.org,2002:bool"
 INT_TAG = "tag:yaml.org,2002:int"
 FLOAT_TAG = "tag:yaml.org,2002:float"
 STR_TAG = "tag:yaml.org,2002:str"
+SEQ_TAG = "tag:yaml.org,2002:seq"
 
 _FLOAT = re.compile(
     r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
@@ -63,9 +63,7 @@ _Dumper.add_representer(
 )
 _Dumper.add_representer(
     tuple,
-    lambda dumper, data: dumper.represent_sequence(
-        "tag:yaml.org,2002:seq", data, flow_style=True
-    ),
+    lambda dumper, data: dumper.represent_sequence(SEQ_TAG, data, flow_style=True),
 )
 _Dumper.add_multi_representer(
     enum.StrEnum, lambda dumper, data: dumper.represent_str(data.value)
@@ -86,31 +84,19 @@ def compose(text: str, *, source: str) -> yaml.Node | None:
         loader = _Composer(text)
         loader.name = source
         return loader.get_single_node()
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = _place(source, mark.line) if mark else source
-        raise configs.ConfigError(
-            f"{where}: not valid YAML: {error.problem}"
-        ) from error
     except yaml.YAMLError as error:
-        raise configs.ConfigError(f"{source}: not valid YAML: {error}") from error
+        mark = getattr(error, "problem_mark", None)
+        at = _place(source, mark.line) if mark else source
+        problem = getattr(error, "problem", error)
+        raise configs.ConfigError(f"{at}: not valid YAML: {problem}") from error
 
 
-def is_null(node: yaml.Node) -> bool:
-    """Whether nothing, `null` or `~` stands there."""
-    return isinstance(node, yaml.ScalarNode) and node.tag == NULL_TAG
-
-
-def scalar(text: str, *, source: str) -> yaml.ScalarNode:
-    """A string's node that no schema looks at, as if it stood in `source`."""
+def node(value: str | list[yaml.Node], *, source: str) -> yaml.Node:
+    """Node of a string that no schema looks at, or of a list, as from `source`."""
     mark = yaml.Mark(source, 0, 0, 0, None, 0)
-    return yaml.ScalarNode(STR_TAG, text, mark, mark)
-
-
-def sequence(nodes: Sequence[yaml.Node], *, source: str) -> yaml.SequenceNode:
-    """A list of values' node, as if it stood in `source`."""
-    mark = yaml.Mark(source, 0, 0, 0, None, 0)
-    return yaml.SequenceNode("tag:yaml.org,2002:seq", list(nodes), mark, mark)
+    if isinstance(value, str):
+        return yaml.ScalarNode(STR_TAG, value, mark, mark)
+    return yaml.SequenceNode(SEQ_TAG, value, mark, mark)
 
 
 def where(node: yaml.Node) -> str:
@@ -128,14 +114,15 @@ def plain(node: yaml.Node) -> Any:
     Raises:
       ConfigError: A key stands twice, or a tag is not one of the core schema.
     """
-    match node:
-        case yaml.ScalarNode():
-            return _scalar(node)
-        case yaml.SequenceNode():
-            return [plain(item) for item in node.value]
-        case yaml.MappingNode():
-            return {key.value: plain(value) for key, value in items(node)}
-    raise AssertionError(f"unknown YAML node {node!r}")
+    if isinstance(node, yaml.SequenceNode):
+        return [plain(item) for item in node.value]
+    if isinstance(node, yaml.MappingNode):
+        return {key.value: plain(value) for key, value in items(node)}
+    if node.tag not in _CONVERTERS:
+        raise configs.ConfigError(
+            f"{where(node)}: the tag {node.tag} is not supported; remove it"
+        )
+    return _CONVERTERS[node.tag](node.value)
 
 
 def items(node: yaml.MappingNode) -> list[tuple[yaml.ScalarNode, yaml.Node]]:
@@ -160,26 +147,10 @@ def dump(tree: dict[str, Any]) -> str:
     )
 
 
-def _scalar(node: yaml.ScalarNode) -> Any:
-    if node.tag not in _CONVERTERS:
-        raise configs.ConfigError(
-            f"{where(node)}: the tag {node.tag} is not supported; remove it"
-        )
-    return _CONVERTERS[node.tag](node.value)
-
-
-def _int(text: str) -> int:
-    return int(text, 0) if text.startswith(("0o", "0x")) else int(text)
-
-
-def _float(text: str) -> float:
-    return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-
-
 _CONVERTERS = {
     NULL_TAG: lambda text: None,
     BOOL_TAG: lambda text: text.lower() == "true",
-    INT_TAG: _int,
-    FLOAT_TAG: _float,
+    INT_TAG: lambda text: int(text, 0 if text.startswith(("0o", "0x")) else 10),
+    FLOAT_TAG: lambda text: float(re.sub(r"\.(?=[a-z])", "", text.lower())),
     STR_TAG: str,
 }

@@ -54,7 +54,8 @@ class OutOfMemoryError(ConfigError):
     """An allocation failed on a device, and no smaller plan may take over.
 
     Attributes:
-      state: The state of before the step, on the host; None where it is lost.
+      state: The state of before what failed; None where it is lost, or where other
+        processes may not save it with this one.
     """
 
     state: State | None = None
@@ -125,7 +126,8 @@ class Executor:
         """Sums over a batch, on their way.
 
         Raises:
-          OutOfMemoryError: The evaluation needs more memory than there is.
+          OutOfMemoryError: The evaluation needs more memory than there is; the state
+            is as good as before.
         """
         try:
             sums = self.engine.evaluate(state, rows)
@@ -135,7 +137,10 @@ class Executor:
             if not _is_out_of_memory(error):
                 raise
             where = f"the evaluation after step {self._done or 0}"
-            raise self._out_of_memory(rows, where) from error
+            failure = self._out_of_memory(rows, where)
+            # Other processes need not fail, and saving would wait for them.
+            failure.state = state if jax.process_count() == 1 else None
+            raise failure from error
         self._evaluated = self.engine
         return sums
 
@@ -155,9 +160,7 @@ class Executor:
 
     def _check(self, state: State, metrics: StepMetrics) -> tuple[State, StepMetrics]:
         """Compares what was compiled anew with the budget."""
-        if not self._budget_bytes:
-            return state, metrics
-        needed = self.engine.compiled_bytes()
+        needed = self.engine.compiled_bytes() if self._budget_bytes else 0
         missing = needed - self._budget_bytes
         if missing <= 0:
             return state, metrics
@@ -217,13 +220,10 @@ def warn_over_budget(
 ) -> None:
     """Says that a compiled step exceeds the budget and runs nevertheless."""
     _logger.warning(
-        "the compiled step takes %s bytes per device, %s more than the budget of %s: "
-        "it may run out of memory; --plan auto with a smaller memory_budget leaves "
-        "more room%s",
-        f"{needed_bytes:,}",
-        f"{needed_bytes - budget_bytes:,}",
-        f"{budget_bytes:,}",
-        because,
+        f"the compiled step takes {needed_bytes:,} bytes per device, "
+        f"{needed_bytes - budget_bytes:,} more than the budget of {budget_bytes:,}: it "
+        "may run out of memory; --plan auto with a smaller memory_budget leaves more "
+        f"room{because}"
     )
 
 

@@ -12,15 +12,17 @@ import tqdm
 _OURS = ("mtuner_jax", "models", "scripts", "__main__")
 # `logger.info(text, extra=FILE_ONLY)`: for train.log, the bar shows it already.
 FILE_ONLY = {"file_only": True}
-_BASIC = logging.StreamHandler
 
 
 class _ConsoleHandler(logging.Handler):
-    """Writes above a progress bar if there is one."""
+    """Writes above a progress bar if there is one; names the level from WARNING on."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not getattr(record, "file_only", False):
-            tqdm.tqdm.write(self.format(record), file=sys.stderr)
+            level = f"{record.levelname.lower()}: " * (
+                record.levelno >= logging.WARNING
+            )
+            tqdm.tqdm.write(level + self.format(record), file=sys.stderr)
 
 
 def _is_wanted(record: logging.LogRecord) -> bool:
@@ -31,8 +33,8 @@ def _is_wanted(record: logging.LogRecord) -> bool:
 def to_console(*, is_primary: bool = True) -> Generator[None]:
     """Shows log lines on stderr; warnings only, on processes other than the first."""
     handler = _ConsoleHandler(logging.INFO if is_primary else logging.WARNING)
-    handler.setFormatter(_Formatter())
-    with _without_basic_handlers(), _added(handler):
+    # Importing Orbax calls `logging.basicConfig`, which put one of these on.
+    with _added(handler, instead_of=logging.StreamHandler):
         yield
 
 
@@ -54,39 +56,18 @@ def to_file(path: pathlib.Path, *, is_primary: bool = True) -> Generator[None]:
         logging.captureWarnings(False)
 
 
-class _Formatter(logging.Formatter):
-    """The plain text, with the level before it from WARNING on."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
-        if record.levelno >= logging.WARNING:
-            return f"{record.levelname.lower()}: {text}"
-        return text
-
-
 @contextlib.contextmanager
-def _without_basic_handlers() -> Generator[None]:
-    """Takes off what `logging.basicConfig` put on: importing Orbax calls it."""
-    root = logging.getLogger()
-    basic = [handler for handler in root.handlers if type(handler) is _BASIC]
-    for handler in basic:
-        root.removeHandler(handler)
-    try:
-        yield
-    finally:
-        for handler in basic:
-            root.addHandler(handler)
-
-
-@contextlib.contextmanager
-def _added(handler: logging.Handler) -> Generator[None]:
+def _added(
+    handler: logging.Handler, *, instead_of: type[logging.Handler] | None = None
+) -> Generator[None]:
+    """The root logger with a handler more, and without those of one type."""
     handler.addFilter(_is_wanted)
     root = logging.getLogger()
-    level = root.level
-    root.addHandler(handler)
+    level, taken = root.level, [h for h in root.handlers if type(h) is instead_of]
+    root.handlers = [h for h in root.handlers if h not in taken] + [handler]
     root.setLevel(logging.INFO)
     try:
         yield
     finally:
-        root.removeHandler(handler)
+        root.handlers = [h for h in root.handlers if h is not handler] + taken
         root.setLevel(level)

@@ -82,7 +82,7 @@ class Loop:
           SaveError: A checkpoint could not be written.
           OverBudgetError: A step compiled again exceeds the budget, with
             `strict_plan`; what was done is saved.
-          OutOfMemoryError: See `Executor.train`; the state of before the step is
+          OutOfMemoryError: Of a step or an evaluation; the state of before it is
             saved if the error has it.
         """
         config, first = self._config, int(state.step)
@@ -161,7 +161,13 @@ class Loop:
         for number, rows in enumerate(self._eval_data):
             if limit and number >= limit:
                 break
-            sums.append(self._executor.evaluate(state, rows))
+            try:
+                sums.append(self._executor.evaluate(state, rows))
+            except executors.OutOfMemoryError as error:
+                if step and error.state is not None:
+                    self._save(error.state, step=step)
+                    _logger.warning("evaluation failed: saved step %d", step)
+                raise
         values = jax.device_get(sums)
         tokens = sum(float(value.tokens) for value in values)
         loss = sum(float(value.loss) for value in values) / max(tokens, 1.0)

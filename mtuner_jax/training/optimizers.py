@@ -46,11 +46,8 @@ def adamw(
     config: OptimizerConfig, learning_rate: optax.Schedule
 ) -> optax.GradientTransformation:
     """Clips by global norm, then AdamW with moments in the adapters' float32."""
-    clip = (
-        optax.clip_by_global_norm(config.max_grad_norm)
-        if config.max_grad_norm
-        else optax.identity()
-    )
+    most = config.max_grad_norm
+    clip = optax.clip_by_global_norm(most) if most else optax.identity()
     return optax.chain(
         clip,
         optax.adamw(

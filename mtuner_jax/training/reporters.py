@@ -4,8 +4,7 @@ import dataclasses
 import logging
 import pathlib
 import sys
-from types import TracebackType
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 import jax
 import tqdm
@@ -45,30 +44,20 @@ class Reporter:
         self._rates = rates
         self._plot_loss = config.plot_loss
         self._total_tokens = 0
-        self._sinks: list[_Sink] = []
+        self._sinks: list[_TensorBoard | _Console] = []
         self._is_primary = jax.process_index() == 0
         if not self._is_primary:
             return
         self._total_tokens = metrics.cut_after(run.metrics, start_step)
         if config.report_to == "tensorboard":
             self._sinks += _tensorboard(run.tensorboard, start_step)
-        self._sinks.append(
-            _Console(
-                total_steps=total_steps,
-                start_step=start_step,
-                logging_steps=config.logging_steps,
-            )
-        )
+        steps = {"total_steps": total_steps, "start_step": start_step}
+        self._sinks.append(_Console(logging_steps=config.logging_steps, **steps))
 
     def __enter__(self) -> "Reporter":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def step(self, record: metrics.StepRecord) -> metrics.StepRecord:
@@ -108,16 +97,6 @@ class Reporter:
         self._is_primary = False
 
 
-class _Sink(Protocol):
-    """Something that records are told to."""
-
-    def step(self, record: metrics.StepRecord) -> None: ...
-
-    def evaluation(self, record: metrics.EvalRecord) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class _TensorBoard:
     """Scalars of each record under train/ and eval/."""
 
@@ -139,7 +118,7 @@ class _TensorBoard:
         self._writer.close()
 
 
-def _tensorboard(folder: pathlib.Path, start_step: int) -> list[_Sink]:
+def _tensorboard(folder: pathlib.Path, start_step: int) -> list[_TensorBoard]:
     try:
         import tensorboardX  # slow, and not needed with report_to=none
     except ModuleNotFoundError:
@@ -185,23 +164,18 @@ class _Console:
         speed = f"{record.tokens_per_sec:,.0f} tok/s"
         self._bar.set_postfix_str(f"loss {record.loss:.4f}, {speed}", refresh=False)
         mfu = "" if record.mfu is None else f"  mfu {record.mfu:.1%}"
-        self._log(
+        _logger.info(
             f"step {record.step}/{self._total_steps}  loss {record.loss:.4f}  "
             f"lr {record.lr:.2e}  grad_norm {record.grad_norm:.3f}  {speed}  "
-            f"{record.step_time:.2f} s/step{mfu}"
+            f"{record.step_time:.2f} s/step{mfu}",
+            extra=logs.FILE_ONLY if self._on_terminal else {},
         )
 
     def evaluation(self, record: metrics.EvalRecord) -> None:
         _logger.info(
-            "step %d  eval_loss %.4f  eval_perplexity %.2f  (%s tokens)",
-            record.step,
-            record.eval_loss,
-            record.eval_perplexity,
-            f"{record.eval_tokens:,}",
+            f"step {record.step}  eval_loss {record.eval_loss:.4f}  eval_perplexity "
+            f"{record.eval_perplexity:.2f}  ({record.eval_tokens:,} tokens)"
         )
 
     def close(self) -> None:
         self._bar.close()
-
-    def _log(self, text: str) -> None:
-        _logger.info("%s", text, extra=logs.FILE_ONLY if self._on_terminal else {})

@@ -149,13 +149,8 @@ def _git_commit() -> str | None:
     # Not for an installed package that happens to lie inside some repository.
     if not (root / ".git").exists():
         return None
-    commit = _git(root, "rev-parse", "HEAD")
-    changes = _git(root, "status", "--porcelain", "--untracked-files=no")
-    return f"{commit}+changes" if commit and changes else commit
-
-
-def _git(root: pathlib.Path, *arguments: str) -> str | None:
-    command = ["git", "-C", str(root), *arguments]
+    options = "--always --exclude=* --abbrev=40 --dirty=+changes".split()
+    command = ["git", "-C", str(root), "describe", *options]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=10, check=True

@@ -100,9 +100,15 @@ def run(executor):
     return losses, executor.engine.export(state)
 
 
+def plain_results():
+    """(loss, gradient norm, adapters) of each step of the plain unsharded program."""
+    dtype = np.dtype("float64")
+    return plan_cases.plain_run("gqa", 0.0, dtype, dtype)
+
+
 def plain():
     """The same of the plain unsharded program."""
-    results = plan_cases.plain_run("gqa", 0.0, np.dtype("float64"))
+    results = plain_results()
     return [np.asarray(loss) for loss, _, _ in results], results[-1][2]
 
 
@@ -251,17 +257,22 @@ class Steps(list):
         self.append(record.step)
 
 
-def train_in_loop(executor, folder):
-    """Three steps in the training loop, with a store below the folder."""
+def train_in_loop(executor, folder, evaluates=False):
+    """Three steps in the training loop, with a store below the folder.
+
+    The run has to end early, with one step reported.
+    """
     state, batches = fresh_state(executor.engine)
-    data = types.SimpleNamespace(train=Rows(batches), eval=None)
+    data = types.SimpleNamespace(
+        train=Rows(batches), eval=batches[:1] if evaluates else None
+    )
     reported = Steps()
     with store.Store(folder, save_total_limit=1) as checkpoints:
         keeper = loops.Keeper(
             checkpoints=checkpoints, meta=META, write_adapter=lambda *_: None
         )
         loop = loops.Loop(
-            RunConfig(),
+            RunConfig(eval_steps=1),
             executor,
             data=data,
             keeper=keeper,
@@ -270,7 +281,7 @@ def train_in_loop(executor, folder):
         try:
             loop.run(state, reported, total_steps=3)
         finally:
-            assert reported == list(range(1, len(reported) + 1))
+            assert reported == [1]
 
 
 def restored(engine, path):
@@ -291,8 +302,8 @@ def test_strict_plan_ends_a_run_after_a_good_step_and_saves_it(tmp_path):
     assert refused.value.missing_bytes > 0
     found = restored(executor.engine, tmp_path / "1")
     assert (found.step, found.data) == (1, {"taken": 1})
-    results = plan_cases.plain_run("gqa", 0.0, np.dtype("float64"))
-    comparing.assert_trees_close(jax.device_get(found.state.adapters), results[0][2])
+    want = plain_results()[0][2]
+    comparing.assert_trees_close(jax.device_get(found.state.adapters), want)
 
 
 class RecompilingThenOutOfMemoryEngine(RecompilingEngine):
@@ -315,5 +326,26 @@ def test_run_that_finds_no_memory_saves_the_state_of_before_the_step(tmp_path):
         train_in_loop(executor, tmp_path)
     found = restored(executor.engine, tmp_path / "1")
     assert (found.step, found.data) == (1, {"taken": 1})
-    results = plan_cases.plain_run("gqa", 0.0, np.dtype("float64"))
-    comparing.assert_trees_close(jax.device_get(found.state.adapters), results[0][2])
+    want = plain_results()[0][2]
+    comparing.assert_trees_close(jax.device_get(found.state.adapters), want)
+
+
+class NoEvaluationEngine(ElasticEngine):
+    """Trains, but finds no memory to evaluate."""
+
+    def evaluate(self, state, rows):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+
+@pytest.mark.usefixtures("x64")
+def test_evaluation_that_finds_no_memory_ends_the_run_with_its_state_saved(tmp_path):
+    executor = executors.Executor(
+        make_engine(LARGE, NoEvaluationEngine), budget_bytes=10**9, replan=Replans()
+    )
+    match = "out of memory in the evaluation after step 1: .* lower memory_budget"
+    with pytest.raises(executors.OutOfMemoryError, match=match):
+        train_in_loop(executor, tmp_path, evaluates=True)
+    found = restored(executor.engine, tmp_path / "1")
+    assert (found.step, found.data) == (1, {"taken": 1})
+    want = plain_results()[0][2]
+    comparing.assert_trees_close(jax.device_get(found.state.adapters), want)
