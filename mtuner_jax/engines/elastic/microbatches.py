@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from mtuner_jax.adapters import lora
 from mtuner_jax.engines.elastic import passes, step_specs
+from mtuner_jax.engines.elastic.layer_runs import Run
 from mtuner_jax.engines.elastic.segment_weights import Backwards, Segment
 from mtuner_jax.engines.elastic.step_specs import StepSpec
 from mtuner_jax.ops import arenas, dropout, elastic, vocabulary
@@ -165,13 +166,13 @@ def _tail_chunk(
     return TailSums(state.grads, total, state.arena), state.dx_BTD
 
 
-def _run(spec: StepSpec, inputs: Inputs, batch: Batch[jax.Array]) -> passes.Run:
+def _run(spec: StepSpec, inputs: Inputs, batch: Batch[jax.Array]) -> Run:
     drop = None
     if inputs.step is not None and spec.dropout_rate > 0.0:
         key = dropout.fold_in(dropout.key(spec.seed), inputs.step)
         places = dropout.Places(batch.sample_ids, batch.positions)
         drop = Dropout(key, places, spec.dropout_rate)
-    return passes.Run(
+    return Run(
         model=spec.model,
         axes=spec.data_axes,
         context=spec.model.context(batch),

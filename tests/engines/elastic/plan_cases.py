@@ -132,13 +132,15 @@ def setting(variant, dtype):
 
 
 @functools.cache
-def plain_run(variant, dropout, dtype, storage):
+def plain_run(variant, dropout, dtype, storage=None):
     """[(loss, gradient norm, adapters)] of the plain unsharded program.
 
     Its weights are rounded to `storage` and converted to `dtype`.
     """
     model, specs, weights, params, batches = setting(variant, dtype)
-    weights = jax.tree.map(lambda leaf: leaf.astype(storage).astype(dtype), weights)
+    weights = jax.tree.map(
+        lambda leaf: leaf.astype(storage or dtype).astype(dtype), weights
+    )
     plain = tiny.PlainStep(
         model=model, specs=specs, optimizer=OPTIMIZER, dropout_rate=dropout, seed=7
     )
