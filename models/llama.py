@@ -196,10 +196,10 @@ class Llama:
         }
         return {"embed": {"table": table}, "layers": layers, "head": head}
 
-    def linears(self) -> tuple[lora.Linear, ...]:
+    def linears(self) -> tuple[lora.LinearSite, ...]:
         """The linears of a layer, in the order they run."""
         return tuple(
-            lora.Linear(module=name, in_dim=shape.in_dim, out_dim=shape.out_dim)
+            lora.LinearSite(module=name, in_dim=shape.in_dim, out_dim=shape.out_dim)
             for name, shape in self.config.linears.items()
         )
 

@@ -92,7 +92,7 @@ LICENSE.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DatasetConfig:
+class MakeConfig:
     """Where the instruction set goes.
 
     Attributes:
@@ -106,10 +106,10 @@ class DatasetConfig:
 
 def main(argv: list[str]) -> int:
     """Writes the dataset and its licence note; returns the exit code."""
-    return programs.run(argv, DatasetConfig, write, description=__doc__)
+    return programs.run(argv, MakeConfig, write, description=__doc__)
 
 
-def write(config: DatasetConfig) -> None:
+def write(config: MakeConfig) -> None:
     """Writes the dataset and its licence note."""
     output, rows = pathlib.Path(config.output), make_rows()
     with output.open("w", encoding="utf-8", newline="\n") as file:

@@ -45,7 +45,7 @@ def decoder(
         "vocab_size": vocab_size,
         "tied_embeddings": False,
         "linears": tuple(
-            workloads.Linear(
+            workloads.LinearSizes(
                 name=name, in_dim=ins, out_dim=outs, rank=ranks.get(name, 0)
             )
             for name, (ins, outs) in dims.items()
@@ -72,10 +72,10 @@ WORKLOAD = workloads.Workload(
     tied_embeddings=False,
     linears=(
         *(
-            workloads.Linear(name=name, in_dim=dims[0], out_dim=dims[1], rank=8)
+            workloads.LinearSizes(name=name, in_dim=dims[0], out_dim=dims[1], rank=8)
             for name, dims in LINEARS.items()
         ),
-        workloads.Linear(name="up_proj", in_dim=WIDTH, out_dim=WIDE),
+        workloads.LinearSizes(name="up_proj", in_dim=WIDTH, out_dim=WIDE),
     ),
     replicated_layer_weights=2 * WIDTH,
     max_length=512,

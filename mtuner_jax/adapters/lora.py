@@ -23,7 +23,7 @@ Params = dict[str, dict[str, jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Linear:
+class LinearSite:
     """A linear of every layer that an adapter may sit on.
 
     Attributes:
@@ -87,7 +87,7 @@ def module_path(module: str, layer: int) -> str:
 
 
 def resolve(
-    config: LoraConfig, linears: Sequence[Linear], *, num_layers: int
+    config: LoraConfig, linears: Sequence[LinearSite], *, num_layers: int
 ) -> tuple[AdapterSpec, ...]:
     """Decides which linear of which layer gets an adapter of which rank.
 

@@ -1,6 +1,6 @@
 """What a row means: chat messages, a prompt with its completion, or alpaca fields.
 
-The format is found by column names, in the order of `Format`, once per file; each
+The format is found by column names, in the order of `RowFormat`, once per file; each
 row is then checked by that format's own rules. Columns that a format does not know
 are ignored.
 """
@@ -17,7 +17,7 @@ Row = Mapping[str, Any]
 Message = dict[str, Any]
 
 
-class Format(enum.StrEnum):
+class RowFormat(enum.StrEnum):
     """The kinds of rows, in the order in which they are looked for."""
 
     MESSAGES = "messages"
@@ -26,9 +26,9 @@ class Format(enum.StrEnum):
 
 
 COLUMNS = {
-    Format.MESSAGES: ("messages",),
-    Format.PROMPT_COMPLETION: ("prompt", "completion"),
-    Format.ALPACA: ("instruction", "output"),
+    RowFormat.MESSAGES: ("messages",),
+    RowFormat.PROMPT_COMPLETION: ("prompt", "completion"),
+    RowFormat.ALPACA: ("instruction", "output"),
 }
 
 # The texts of github.com/tatsu-lab/stanford_alpaca (Apache-2.0).
@@ -71,17 +71,17 @@ class Plain:
 Example = Chat | Plain
 
 
-def choose(name: str) -> Format | None:
+def choose(name: str) -> RowFormat | None:
     """Reads the setting `dataset.format`; None is `auto`."""
     if name == "auto":
         return None
-    if name not in list(Format):
-        allowed = ("auto", *(str(format) for format in Format))
+    if name not in list(RowFormat):
+        allowed = ("auto", *(str(format) for format in RowFormat))
         raise errors.DataError(f"dataset.format={name!r}: one of {allowed}")
-    return Format(name)
+    return RowFormat(name)
 
 
-def detect(row: Row) -> Format:
+def detect(row: Row) -> RowFormat:
     """Finds a row's format by the columns it has."""
     present = {key for key, value in row.items() if value is not None}
     for format, columns in COLUMNS.items():
@@ -93,7 +93,7 @@ def detect(row: Row) -> Format:
     )
 
 
-def parse(row: Row, format: Format, *, has_template: bool) -> Example:
+def parse(row: Row, format: RowFormat, *, has_template: bool) -> Example:
     """Checks a row and turns it into an example.
 
     Args:
@@ -103,14 +103,14 @@ def parse(row: Row, format: Format, *, has_template: bool) -> Example:
     Raises:
       SampleError: A field is missing, empty or of the wrong type.
     """
-    if format is Format.MESSAGES:
+    if format is RowFormat.MESSAGES:
         messages = _messages(row, "messages")
         return Chat(
             messages=messages,
             num_prompt=len(messages) - 1,
             auto=configs.TrainOn.ASSISTANT,
         )
-    if format is Format.PROMPT_COMPLETION:
+    if format is RowFormat.PROMPT_COMPLETION:
         return _prompt_completion(row)
     return _alpaca(row, has_template=has_template)
 

@@ -24,7 +24,7 @@ class Policy:
       on_bad_sample: What happens to a line that can't be used.
     """
 
-    format: formats.Format | None
+    format: formats.RowFormat | None
     overlong: configs.Overlong
     on_bad_sample: configs.OnBadSample
 
@@ -49,7 +49,7 @@ class Counts:
     overlong: int
     untrained: int
     endless: int
-    formats: tuple[formats.Format, ...]
+    formats: tuple[formats.RowFormat, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class _Reader:
         self._policy = policy
         self._builder = samples.SamplesBuilder()
         self._digest = hashlib.sha256()
-        self._formats: list[formats.Format] = []
+        self._formats: list[formats.RowFormat] = []
         self._skipped: collections.Counter[str] = collections.Counter()
         self._tally: collections.Counter[str] = collections.Counter()
 
@@ -123,7 +123,7 @@ class _Reader:
         sample_id: int,
         line: jsonl.Line,
         row: formats.Row,
-        format: formats.Format,
+        format: formats.RowFormat,
     ) -> None:
         example = formats.parse(
             row, format, has_template=self._renderer.template is not None

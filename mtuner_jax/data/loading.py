@@ -138,7 +138,7 @@ def _evaluation(
 
 def _rows(
     run: configs.RunConfig, dataset: ingestion.Dataset, indices: np.ndarray
-) -> packing.Rows:
+) -> packing.PackedRows:
     if not run.packing:
         return packing.one_per_row(indices)
     lengths = dataset.samples.lengths

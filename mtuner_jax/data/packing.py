@@ -16,7 +16,7 @@ import numpy as np
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Rows:
+class PackedRows:
     """Samples by row.
 
     Attributes:
@@ -34,15 +34,17 @@ class Rows:
         return self.samples[self.starts[row] : self.starts[row + 1]]
 
 
-def one_per_row(indices: np.ndarray) -> Rows:
+def one_per_row(indices: np.ndarray) -> PackedRows:
     """Gives each of the samples `indices` [samples] a row of its own."""
-    return Rows(
+    return PackedRows(
         samples=np.asarray(indices, np.int32),
         starts=np.arange(len(indices) + 1, dtype=np.int64),
     )
 
 
-def best_fit(indices: np.ndarray, lengths: np.ndarray, *, max_length: int) -> Rows:
+def best_fit(
+    indices: np.ndarray, lengths: np.ndarray, *, max_length: int
+) -> PackedRows:
     """Packs samples, longest first, each into the fullest row that still takes it.
 
     Deterministic: samples of equal length go by index, rows by age.
@@ -77,7 +79,7 @@ def best_fit(indices: np.ndarray, lengths: np.ndarray, *, max_length: int) -> Ro
             rows_by_room[room - length].append(row)
     sizes = [len(row) for row in rows]
     flat = [sample for row in rows for sample in row]
-    return Rows(
+    return PackedRows(
         samples=np.asarray(flat, np.int32),
         starts=np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]),
     )

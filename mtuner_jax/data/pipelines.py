@@ -36,7 +36,7 @@ class TrainData:
     def __init__(
         self,
         samples: Samples,
-        rows: packing.Rows,
+        rows: packing.PackedRows,
         *,
         global_batch_size: int,
         max_length: int,
@@ -127,7 +127,7 @@ class EvalData:
     """
 
     samples: Samples
-    rows: packing.Rows
+    rows: packing.PackedRows
     batch_size: int
     max_length: int
 

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 TrainOn = configs.TrainOn
 
 
-class Tokens(NamedTuple):
+class RenderedTokens(NamedTuple):
     """One sample, not yet cut to `max_length`.
 
     Attributes:
@@ -61,7 +61,7 @@ class Renderer:
                 "end without one, so the model won't learn to stop"
             )
 
-    def render(self, example: formats.Example) -> Tokens:
+    def render(self, example: formats.Example) -> RenderedTokens:
         """Tokenizes an example and marks the tokens that carry loss.
 
         Raises:
@@ -81,12 +81,12 @@ class Renderer:
         text = self._needed_template().render(messages, add_generation_prompt=True)
         return self.encoder.encode(text, max_length=self.max_length)[0]
 
-    def ends_turn(self, tokens: Tokens) -> bool:
+    def ends_turn(self, tokens: RenderedTokens) -> bool:
         """Whether the last token with loss is one that ends a turn or text."""
         last = np.flatnonzero(tokens.trained)[-1:]
         return bool(last.size) and int(tokens.ids[last[0]]) in self.encoder.end_ids
 
-    def _plain(self, example: formats.Plain) -> Tokens:
+    def _plain(self, example: formats.Plain) -> RenderedTokens:
         prompt, _ = self.encoder.encode(example.prompt, max_length=self.max_length)
         completion, _ = self.encoder.encode(
             example.completion, max_length=self.max_length
@@ -97,9 +97,9 @@ class Renderer:
         if eos_id is not None and completion[-1:] != [eos_id]:
             completion = [*completion, eos_id]
         trained = np.arange(len(prompt) + len(completion)) >= len(prompt)
-        return Tokens(np.asarray([*prompt, *completion], np.int32), trained)
+        return RenderedTokens(np.asarray([*prompt, *completion], np.int32), trained)
 
-    def _chat(self, example: formats.Chat) -> Tokens:
+    def _chat(self, example: formats.Chat) -> RenderedTokens:
         template = self._needed_template()
         if self.train_on is TrainOn.ALL:
             rendered = templates.Rendered(
@@ -118,7 +118,9 @@ class Renderer:
             raise errors.SampleError(
                 "two BOS tokens", "the template writes one and the first message too"
             )
-        return Tokens(np.asarray(ids, np.int32), _overlaps(places, rendered.spans))
+        return RenderedTokens(
+            np.asarray(ids, np.int32), _overlaps(places, rendered.spans)
+        )
 
     def _trained_turns(self, example: formats.Chat) -> list[int]:
         train_on = example.auto if self.train_on is TrainOn.AUTO else self.train_on

@@ -47,7 +47,7 @@ def trained_share(dataset: ingestion.Dataset) -> float:
 
 
 def log_rows(
-    rows: packing.Rows, *, num_tokens: int, batch_size: int, max_length: int
+    rows: packing.PackedRows, *, num_tokens: int, batch_size: int, max_length: int
 ) -> None:
     """Logs how well the rows are filled, and what an epoch is."""
     steps = -(-len(rows) // batch_size)

@@ -14,7 +14,7 @@ DEVICES_PER_HOST = 8
 WITHOUT_ACCELERATOR = "pcie8"
 
 
-class Tier(NamedTuple):
+class LinkTier(NamedTuple):
     """A mesh axis of a box: two devices along it, and what links them.
 
     Attributes:
@@ -31,13 +31,13 @@ class Tier(NamedTuple):
 
 # Between two H200 in one JAX program: 64 MiB at 150 GiB/s and 1 GiB at 241 GiB/s are
 # 168 us and 276 GB/s; that includes the host's share of a call.
-_NVLINK = Tier("NVLink", 276 * GB, 100e-6)
+_NVLINK = LinkTier("NVLink", 276 * GB, 100e-6)
 _NVLINK_SOURCE = "64 MiB and 1 GiB between two H200, from 417 us and 4.15 ms"
 _EIGHT_NVLINK = (
     f"assumed: as measured by JAX between two H200 ({_NVLINK_SOURCE}); NCCL's own "
     "benchmark reaches 360 GB/s over eight H100 (NVIDIA/nccl-tests issue 326)"
 )
-_THROUGH_HOST = Tier("PCIe through the host", 25 * GB, 150e-6)
+_THROUGH_HOST = LinkTier("PCIe through the host", 25 * GB, 150e-6)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Box:
     """
 
     card: Card
-    tiers: tuple[Tier, ...] = ()
+    tiers: tuple[LinkTier, ...] = ()
     source: str = "one card: no link"
     p2p_disabled: bool = False
 
@@ -95,7 +95,7 @@ def _eight_over_pcie(card: Card, source: str, *links: tuple[float, float]) -> Bo
     """
     names = ("between NUMA domains", "between PCIe switches", "within a PCIe switch")
     tiers = (
-        Tier(name, rate * GB, latency_us / 1e6)
+        LinkTier(name, rate * GB, latency_us / 1e6)
         for name, (rate, latency_us) in zip(names, links, strict=True)
     )
     return Box(card, tuple(tiers), source)
@@ -115,8 +115,8 @@ BOXES: dict[str, Box] = {
     "nvlink32": Box(
         cards.H100_SXM,
         (
-            Tier("between hosts", 160 * GB, 150e-6),
-            Tier("between hosts", 160 * GB, 130e-6),
+            LinkTier("between hosts", 160 * GB, 150e-6),
+            LinkTier("between hosts", 160 * GB, 130e-6),
             *3 * (_NVLINK,),
         ),
         "between hosts assumed: 8 x 400 Gb/s a host at 46 GB/s each "

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from mtuner_jax.numbers import chunking
-from mtuner_jax.ops.cross_entropy.operands import Tokens
+from mtuner_jax.ops.cross_entropy.operands import LossTokens
 
 
 def _order(axes: Sequence[str]) -> tuple[str, ...]:
@@ -33,7 +33,7 @@ def lookup(shard_VD: jax.Array, ids_BT: jax.Array, *, axes: Sequence[str]) -> ja
 
 
 def value_and_grad(
-    tokens: Tokens,
+    tokens: LossTokens,
     shard_VD: jax.Array,
     *,
     axes: Sequence[str],
@@ -57,7 +57,7 @@ def value_and_grad(
         lambda array: array.reshape(-1, size, *array.shape[1:]), tokens
     )
 
-    def body(_: None, chunk: Tokens) -> tuple[None, tuple[jax.Array, jax.Array]]:
+    def body(_: None, chunk: LossTokens) -> tuple[None, tuple[jax.Array, jax.Array]]:
         return None, _chunk(chunk, shard_VD, axes=axes, vocab_size=vocab_size)
 
     _, (sums, dx) = jax.lax.scan(body, None, chunks)
@@ -65,13 +65,13 @@ def value_and_grad(
 
 
 def _chunk(
-    chunk: Tokens, shard_VD: jax.Array, *, axes: Sequence[str], vocab_size: int
+    chunk: LossTokens, shard_VD: jax.Array, *, axes: Sequence[str], vocab_size: int
 ) -> tuple[jax.Array, jax.Array]:
     """(loss sum of this device's tokens, gradient to them) for one chunk each."""
     order, rows = _order(axes), shard_VD.shape[0]
     wide = jnp.promote_types(shard_VD.dtype, jnp.float32)
     # [S of all devices, ...]: each device has logits of all tokens for its own rows.
-    every = Tokens(
+    every = LossTokens(
         *(jax.lax.all_gather(part, order, axis=0, tiled=True) for part in chunk)
     )
     first = jax.lax.axis_index(order) * rows

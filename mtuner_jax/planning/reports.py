@@ -15,7 +15,7 @@ from mtuner_jax.planning.plans import Plan
 from mtuner_jax.planning.searching import limits
 from mtuner_jax.planning.searching.limits import Limit
 from mtuner_jax.planning.searching.search import Found
-from mtuner_jax.planning.searching.static_plans import Static
+from mtuner_jax.planning.searching.static_plans import StaticSetting
 from mtuner_jax.planning.workloads import Workload
 
 VERSION = 1
@@ -57,7 +57,7 @@ class Report:
     timeline: Timeline
     forecast: Forecast
     found: Found | None = None
-    statics: tuple[Static, ...] = ()
+    statics: tuple[StaticSetting, ...] = ()
 
     @functools.cached_property
     def limit(self) -> Limit | None:
@@ -81,7 +81,7 @@ class Report:
         return self.forecast.total_bytes <= self.budget_bytes and self.fits_host
 
     @property
-    def best_static(self) -> Static | None:
+    def best_static(self) -> StaticSetting | None:
         """The fastest static setting that fits."""
         fitting = [static for static in self.statics if static.plan is not None]
         return min(fitting, key=lambda static: static.step_s, default=None)
@@ -248,7 +248,7 @@ def _bytes_by_kind(forecast: Forecast) -> dict[str, int]:
     return {**dataclasses.asdict(forecast), "total": forecast.total_bytes}
 
 
-def _static_data(static: Static) -> dict[str, Any]:
+def _static_data(static: StaticSetting) -> dict[str, Any]:
     return {
         "name": static.name,
         "fits": static.plan is not None,

@@ -6,7 +6,7 @@ _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Linear:
+class LinearSizes:
     """A frozen linear of a layer and the adapter on it.
 
     Attributes:
@@ -55,7 +55,7 @@ class Workload:
     head_dim: int
     vocab_size: int
     tied_embeddings: bool
-    linears: tuple[Linear, ...]
+    linears: tuple[LinearSizes, ...]
     replicated_layer_weights: int
     max_length: int
     global_batch_size: int
@@ -106,7 +106,7 @@ class Workload:
         return weights * self.weight_bytes
 
     @property
-    def adapted(self) -> tuple[Linear, ...]:
+    def adapted(self) -> tuple[LinearSizes, ...]:
         """Linears that have an adapter."""
         return tuple(linear for linear in self.linears if linear.rank)
 

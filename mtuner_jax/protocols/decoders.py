@@ -37,7 +37,7 @@ class Decoder(Protocol):
         """The parameter tree as tuples of sizes."""
         ...
 
-    def linears(self) -> Sequence[lora.Linear]:
+    def linears(self) -> Sequence[lora.LinearSite]:
         """The linears of a layer that adapters may sit on."""
         ...
 

@@ -121,7 +121,7 @@ def resolve(shape: ModelShape, request: StepRequest) -> ResolvedModel:
         vocab_size=decoder.vocab_size,
         tied_embeddings="table" not in shapes["head"],
         linears=tuple(
-            workloads.Linear(
+            workloads.LinearSizes(
                 name=linear.module.rpartition(".")[2],
                 in_dim=linear.in_dim,
                 out_dim=linear.out_dim,

@@ -40,7 +40,7 @@ class NamedTensor(Protocol):
 Tensor = TypeVar("Tensor", bound=NamedTensor)
 
 
-class Tier(enum.StrEnum):
+class MemoryTier(enum.StrEnum):
     """The memory that an array lies in."""
 
     DEVICE = "device"
@@ -68,7 +68,7 @@ class FrozenArray:
     shape: tuple[int, ...]
     stored_shape: tuple[int, ...]
     storage: str
-    tier: Tier
+    tier: MemoryTier
     spec: P
 
     @property
@@ -201,6 +201,6 @@ class _Builder:
                 for size, dim in zip(shape, dims, strict=True)
             ),
             storage=self.storage,
-            tier=Tier.DEVICE,
+            tier=MemoryTier.DEVICE,
             spec=rules.spec(*dims),
         )

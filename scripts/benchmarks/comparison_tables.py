@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from mtuner_jax.numbers import tables
 from scripts.benchmarks import ablations
-from scripts.benchmarks.run_lists import Case, Kind, Run
-from scripts.benchmarks.run_records import Event, Progress, Record, State
+from scripts.benchmarks.run_lists import Case, Kind, ListedRun
+from scripts.benchmarks.run_records import Progress, Record, RunEvent, State
 
 # Of the paper, 8 x A100-PCIe-40GB: GB/s of a gather's output by local ratio, changes of
 # communication time by filling, and of speed by a tail on 70B.
@@ -40,7 +40,7 @@ def markdown(progress: Progress) -> str:
 def line(record: Record) -> str:
     """An event for the terminal."""
     text = f"{record.run}: {record.event}"
-    if record.event is not Event.STARTED:
+    if record.event is not RunEvent.STARTED:
         text += f" after {record.seconds:.0f} s"
     if "step_ms" in record.result:
         found = record.result
@@ -241,26 +241,26 @@ def _missing(progress: Progress) -> str:
     return "\n".join(texts or ["Nothing."]) + "\n"
 
 
-def _of_kind(progress: Progress, kind: Kind) -> Iterator[Run]:
+def _of_kind(progress: Progress, kind: Kind) -> Iterator[ListedRun]:
     return (run for run in progress.listed.runs if run.kind is kind)
 
 
-def _by_case(progress: Progress) -> dict[Case, list[Run]]:
-    found: dict[Case, list[Run]] = {}
+def _by_case(progress: Progress) -> dict[Case, list[ListedRun]]:
+    found: dict[Case, list[ListedRun]] = {}
     for run in _of_kind(progress, Kind.STEP):
         found.setdefault(run.case, []).append(run)
     return found
 
 
-def _with_role(runs: Iterable[Run], role: str) -> Run | None:
+def _with_role(runs: Iterable[ListedRun], role: str) -> ListedRun | None:
     return next((run for run in runs if role in run.roles), None)
 
 
-def _ms(progress: Progress, run: Run) -> float:
+def _ms(progress: Progress, run: ListedRun) -> float:
     return progress.result(run).get("step_ms", 0.0)
 
 
-def _fastest(progress: Progress, runs: Sequence[Run]) -> tuple[Run, float]:
+def _fastest(progress: Progress, runs: Sequence[ListedRun]) -> tuple[ListedRun, float]:
     """The fastest run with a result; the one predicted fastest if there is none."""
     timed = [(ms, run.name, run) for run in runs if (ms := _ms(progress, run))]
     if timed:
@@ -284,7 +284,7 @@ def _best_peer(progress: Progress, case: Case) -> tuple[str, float]:
     return max(found, key=lambda pair: pair[1])
 
 
-def _status(progress: Progress, run: Run) -> str:
+def _status(progress: Progress, run: ListedRun) -> str:
     """Why there is no result; a run is only called failed if it was."""
     state = progress.state(run)
     if state is State.FAILED:

@@ -23,7 +23,7 @@ from typing import Any
 
 from mtuner_jax.configs import ConfigError
 from scripts.benchmarks.planned_cases import PlannedCase
-from scripts.benchmarks.run_lists import Case, Kind, Run, RunList
+from scripts.benchmarks.run_lists import Case, Kind, ListedRun, RunList
 
 # (checkpointing, mode), most deciding first; two of them in a round.
 VARIANTS = tuple(itertools.product(("1", "0"), ("zero3", "ddp", "zero2")))
@@ -52,7 +52,7 @@ class _Output:
 
 def listed(
     cases: Sequence[PlannedCase], rounds: Mapping[Case, int], *, devices: int
-) -> Iterator[tuple[Run, int]]:
+) -> Iterator[tuple[ListedRun, int]]:
     """(run, round) for each mode, of each setting, model and length.
 
     A run tries batches in powers of two up to the largest global batch.
@@ -74,7 +74,7 @@ def listed(
         for number, (checkpointing, mode) in enumerate(VARIANTS):
             name = f"{case.shape}/{case.max_length}/peer-{mode}-{checkpointing}"
             label = " + checkpointing" if checkpointing == "1" else ""
-            run = Run(
+            run = ListedRun(
                 **case._asdict(),
                 name=f"{case.setting}/{name}",
                 kind=Kind.PEER,
@@ -124,7 +124,7 @@ def check(script: str, launcher: str) -> None:
         )
 
 
-def environment(run: Run, found: RunList) -> dict[str, str]:
+def environment(run: ListedRun, found: RunList) -> dict[str, str]:
     """Variables of a peer's processes, beside those that are there."""
     setting = found.setting(run.setting)
     variables = {
@@ -137,7 +137,7 @@ def environment(run: Run, found: RunList) -> dict[str, str]:
 
 
 def measure(
-    run: Run, found: RunList, command: Sequence[str], *, limit_s: float
+    run: ListedRun, found: RunList, command: Sequence[str], *, limit_s: float
 ) -> dict[str, Any]:
     """Runs one mode up to the first batch that is out of memory.
 
@@ -191,7 +191,7 @@ def end(process: subprocess.Popen) -> None:
         process.wait()
 
 
-def _collect(lines: Iterable[str], run: Run) -> _Output:
+def _collect(lines: Iterable[str], run: ListedRun) -> _Output:
     """Reads lines until the last batch is through or one does not fit."""
     found = _Output()
     for line in lines:

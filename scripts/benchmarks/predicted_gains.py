@@ -21,7 +21,7 @@ from mtuner_jax.numbers import tables
 from mtuner_jax.planning import reports
 from mtuner_jax.planning.costs import timelines
 from mtuner_jax.planning.costs.timelines import Timeline
-from mtuner_jax.planning.searching.static_plans import Static
+from mtuner_jax.planning.searching.static_plans import StaticSetting
 from mtuner_jax.runs import pricing
 from mtuner_jax.runs.requests import PlanningInputs
 from mtuner_jax.settings import programs
@@ -100,7 +100,7 @@ class Against:
       exposed_cut: Share of its seconds without computation that is gone.
     """
 
-    static: Static
+    static: StaticSetting
     gain: float
     communication_cut: float
     exposed_cut: float
@@ -148,7 +148,7 @@ def compared(inputs: PlanningInputs) -> Comparison:
     )
 
 
-def against(report: reports.Report, static: Static | None) -> Against | None:
+def against(report: reports.Report, static: StaticSetting | None) -> Against | None:
     """The plan of a report beside a static setting; None if that does not fit."""
     if static is None or static.plan is None:
         return None

@@ -45,7 +45,7 @@ class Setting:
 
 
 class Case(NamedTuple):
-    """What runs that are compared have in common; fields as in `Run`."""
+    """What runs that are compared have in common; fields as in `ListedRun`."""
 
     setting: str
     model: str
@@ -64,7 +64,7 @@ class Case(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
+class ListedRun:
     """One thing to measure.
 
     Attributes:
@@ -121,7 +121,7 @@ class RunList:
     num_devices: int
     platform: str
     settings: tuple[Setting, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[ListedRun, ...]
     unplanned: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -133,7 +133,7 @@ class RunList:
         """The setting of that name."""
         return next(setting for setting in self.settings if setting.name == name)
 
-    def named(self, name: str) -> Run:
+    def named(self, name: str) -> ListedRun:
         """The run of that name.
 
         Raises:

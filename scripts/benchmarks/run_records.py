@@ -17,7 +17,7 @@ from typing import Any
 
 from mtuner_jax.configs import ConfigError
 from mtuner_jax.numbers import records
-from scripts.benchmarks.run_lists import Kind, Run, RunList
+from scripts.benchmarks.run_lists import Kind, ListedRun, RunList
 
 _logger = logging.getLogger(__name__)
 ENDING = ".jsonl"
@@ -28,7 +28,7 @@ _LEAST_SCALE, _MOST_SCALE = 0.5, 3.0
 _LONGER = 1.3  # than the time after which it was cut off
 
 
-class Event(enum.StrEnum):
+class RunEvent(enum.StrEnum):
     """What happened to a run; CUT_OFF is by the time limit."""
 
     STARTED = "started"
@@ -53,7 +53,7 @@ class Record:
 
     digest: str
     run: str
-    event: Event
+    event: RunEvent
     result: dict[str, Any] = dataclasses.field(default_factory=dict)
     error: str = ""
     seconds: float = 0.0
@@ -86,24 +86,24 @@ class Progress:
     listed: RunList
     records: tuple[Record, ...]
 
-    def of(self, run: Run) -> list[Record]:
+    def of(self, run: ListedRun) -> list[Record]:
         """A run's events."""
         return [record for record in self.records if record.run == run.name]
 
-    def state(self, run: Run) -> State:
+    def state(self, run: ListedRun) -> State:
         """Where a run stands."""
         events = [record.event for record in self.of(run)]
-        for event in (Event.DONE, Event.FAILED):
+        for event in (RunEvent.DONE, RunEvent.FAILED):
             if event in events:
                 return State(event)
-        cut_off = events.count(Event.STARTED) >= MOST_STARTS
+        cut_off = events.count(RunEvent.STARTED) >= MOST_STARTS
         return State.CUT_OFF if cut_off else State.OPEN
 
-    def result(self, run: Run) -> dict[str, Any]:
+    def result(self, run: ListedRun) -> dict[str, Any]:
         """What was measured; empty if nothing was."""
         return next((r.result for r in self.of(run)[::-1] if r.result), {})
 
-    def error(self, run: Run) -> str:
+    def error(self, run: ListedRun) -> str:
         """Why a run failed; empty if it did not."""
         return next((r.error for r in self.of(run)[::-1] if r.error), "")
 
@@ -112,13 +112,13 @@ class Progress:
         own = [record for record in self.records if record.run in names]
         return own[-1] if own else None
 
-    def left(self) -> list[Run]:
+    def left(self) -> list[ListedRun]:
         """Runs that are still to be made, most deciding first."""
         return [run for run in self.listed.runs if self.state(run) is State.OPEN]
 
-    def expected_s(self, run: Run) -> float:
+    def expected_s(self, run: ListedRun) -> float:
         """How long a run will take, by the list and by runs of its kind so far."""
-        cut_off = [r.seconds for r in self.of(run) if r.event is Event.CUT_OFF]
+        cut_off = [r.seconds for r in self.of(run) if r.event is RunEvent.CUT_OFF]
         scaled_s = run.expected_s * self._scale(run.kind)
         return max(scaled_s, _LONGER * max(cut_off, default=0.0))
 
@@ -127,7 +127,7 @@ class Progress:
         ratios = [
             record.seconds / expected[record.run].expected_s
             for record in self.records
-            if record.event is Event.DONE and record.run in expected
+            if record.event is RunEvent.DONE and record.run in expected
         ]
         middle = statistics.median(ratios) if ratios else 1.0
         return min(max(middle, _LEAST_SCALE), _MOST_SCALE)
@@ -140,7 +140,7 @@ class Writer:
         self.path = path
         self._digest = listed.digest
 
-    def write(self, run: Run, event: Event, **fields: Any) -> None:
+    def write(self, run: ListedRun, event: RunEvent, **fields: Any) -> None:
         """Appends an event, on the disk before this returns."""
         now = time.strftime(_TIME, time.gmtime())
         record = Record(

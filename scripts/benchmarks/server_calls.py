@@ -13,8 +13,8 @@ import time
 from mtuner_jax.configs import ConfigError, Platform
 from mtuner_jax.devices import detection, platforms
 from scripts.benchmarks import comparison_tables, peer_runs, run_lists, run_records
-from scripts.benchmarks.run_lists import Kind, Run, RunList
-from scripts.benchmarks.run_records import Event, Progress, Record
+from scripts.benchmarks.run_lists import Kind, ListedRun, RunList
+from scripts.benchmarks.run_records import Progress, Record, RunEvent
 
 _START_S = 45.0  # imports, CUDA, the first collective
 _END_S = 12.0  # kept back to end processes
@@ -114,7 +114,7 @@ class _Caller:
         """Where all runs stand."""
         return run_records.read(self.listed, self.config.folders)
 
-    def next_runs(self, progress: Progress, left_s: float) -> list[Run]:
+    def next_runs(self, progress: Progress, left_s: float) -> list[ListedRun]:
         """The first run that fits, and those after it that its process can make."""
         order = iter([one for one in progress.left() if self.wanted(one)])
         for first in order:
@@ -130,16 +130,16 @@ class _Caller:
         )
         return [first, *alike]
 
-    def wanted(self, one: Run) -> bool:
+    def wanted(self, one: ListedRun) -> bool:
         """Whether this call makes a run."""
         has_script = one.kind is not Kind.PEER or bool(self.config.peer_script)
         return has_script and any(part in one.name for part in self.config.match)
 
-    def start_s(self, one: Run) -> float:
+    def start_s(self, one: ListedRun) -> float:
         """What a process takes before its first run; in a peer's expectation."""
         return 0.0 if one.kind is Kind.PEER else _START_S
 
-    def ours(self, runs: list[Run], deadline: float) -> None:
+    def ours(self, runs: list[ListedRun], deadline: float) -> None:
         """A process of ours; one that ends badly costs the run it was at.
 
         Raises:
@@ -164,7 +164,7 @@ class _Caller:
                 process.kill()
                 process.wait()
         last = self.read().last([one.name for one in runs])
-        if last is not None and last.event is Event.STARTED:
+        if last is not None and last.event is RunEvent.STARTED:
             self.close(last, in_time=in_time, code=process.returncode, log=log)
         elif in_time and process.returncode:
             raise ConfigError(
@@ -189,24 +189,24 @@ class _Caller:
         seconds = round(time.time() - last.unix_s, 1)
         if in_time:
             error = f"the process ended with {code}: {_tail(log)}"
-            self.writer.write(one, Event.FAILED, error=error, seconds=seconds)
+            self.writer.write(one, RunEvent.FAILED, error=error, seconds=seconds)
         else:
-            self.writer.write(one, Event.CUT_OFF, seconds=seconds)
+            self.writer.write(one, RunEvent.CUT_OFF, seconds=seconds)
 
-    def peer(self, one: Run, deadline: float) -> None:
+    def peer(self, one: ListedRun, deadline: float) -> None:
         """A run of the peer's script."""
-        self.writer.write(one, Event.STARTED)
+        self.writer.write(one, RunEvent.STARTED)
         start = time.monotonic()
         command = [*shlex.split(self.config.peer_launcher), self.config.peer_script]
         fields = {}
         try:
             limit_s = deadline - time.time()
             result = peer_runs.measure(one, self.listed, command, limit_s=limit_s)
-            event, fields = Event.DONE, {"result": result}
+            event, fields = RunEvent.DONE, {"result": result}
         except TimeoutError:
-            event = Event.CUT_OFF
+            event = RunEvent.CUT_OFF
         except (RuntimeError, OSError) as error:
-            event, fields = Event.FAILED, {"error": str(error)}
+            event, fields = RunEvent.FAILED, {"error": str(error)}
         seconds = round(time.monotonic() - start, 1)
         self.writer.write(one, event, seconds=seconds, **fields)
 

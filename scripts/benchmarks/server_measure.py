@@ -20,8 +20,8 @@ from mtuner_jax.devices.starting import StartedDevices
 from mtuner_jax.settings import programs
 from scripts import calibrate
 from scripts.benchmarks import run_lists, run_records, server_machines, step_benches
-from scripts.benchmarks.run_lists import Kind, Run, RunList
-from scripts.benchmarks.run_records import Event
+from scripts.benchmarks.run_lists import Kind, ListedRun, RunList
+from scripts.benchmarks.run_records import RunEvent
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,22 +63,22 @@ def measure(config: MeasureConfig) -> None:
         if time.time() + progress.expected_s(run) > config.until:
             print(f"{run.name}: no time left for it", flush=True)
             continue
-        writer.write(run, Event.STARTED)
+        writer.write(run, RunEvent.STARTED)
         started = time.monotonic()
         result, error = _measured(run, listed, folder, devices)
         seconds = round(time.monotonic() - started, 1)
         if error:
-            writer.write(run, Event.FAILED, error=error, seconds=seconds)
+            writer.write(run, RunEvent.FAILED, error=error, seconds=seconds)
             continue
         # The allocator knows the highest of the process only.
         highest = result.pop("peak_gib", 0.0)
         if highest > peak_gib:
             result["measured_gib"] = peak_gib = highest
-        writer.write(run, Event.DONE, result=result, seconds=seconds)
+        writer.write(run, RunEvent.DONE, result=result, seconds=seconds)
 
 
 def _measured(
-    run: Run, listed: RunList, folder: pathlib.Path, devices: StartedDevices
+    run: ListedRun, listed: RunList, folder: pathlib.Path, devices: StartedDevices
 ) -> tuple[dict[str, Any], str]:
     """(what was measured, why nothing was); frees what the run used."""
     result, text = {}, ""
@@ -114,7 +114,7 @@ def links(devices: StartedDevices) -> dict[str, Any]:
     }
 
 
-def _flags(run: Run, listed: RunList, folder: pathlib.Path) -> list[str]:
+def _flags(run: ListedRun, listed: RunList, folder: pathlib.Path) -> list[str]:
     flags = [*run.arguments, "--mesh", listed.mesh, "--platform", listed.platform]
     if run.kind is Kind.LINKS:
         return [*flags, "--random_init"]

@@ -26,7 +26,7 @@ from scripts.benchmarks import (
 )
 from scripts.benchmarks.comparison_tables import PLANNED, STATIC
 from scripts.benchmarks.planned_cases import PlannedCase
-from scripts.benchmarks.run_lists import Case, Kind, Run, RunList
+from scripts.benchmarks.run_lists import Case, Kind, ListedRun, RunList
 from scripts.benchmarks.server_machines import SLOW, ListConfig
 
 _DIGITS = 2
@@ -134,18 +134,20 @@ class _Lister:
             budget_bytes=hardware.budget_bytes,
         )
 
-    def ranked(self, cases: Sequence[PlannedCase]) -> Iterator[tuple[Rank, Run]]:
+    def ranked(self, cases: Sequence[PlannedCase]) -> Iterator[tuple[Rank, ListedRun]]:
         """All runs with their ranks."""
         rounds = planned_cases.rounds(cases)
         order = {name: number for number, name in enumerate(self.config.settings)}
 
         def rank(
-            run: Run, number: int, part: int, gain: float = 0.0
-        ) -> tuple[Rank, Run]:
+            run: ListedRun, number: int, part: int, gain: float = 0.0
+        ) -> tuple[Rank, ListedRun]:
             return Rank(number, order[run.setting], part, gain, run.name), run
 
         for name in order:
-            yield rank(Run(name=f"{name}/links", kind=Kind.LINKS, setting=name), 0, 0)
+            yield rank(
+                ListedRun(name=f"{name}/links", kind=Kind.LINKS, setting=name), 0, 0
+            )
         for one in cases:
             named = [(f"{STATIC} {name}", plan) for name, plan in one.statics]
             steps = self.steps(one.case, one.place, [(PLANNED, one.planned), *named])
@@ -160,7 +162,7 @@ class _Lister:
         for run, least in peer_runs.listed(cases, rounds, devices=self.config.devices):
             yield rank(run, least, 4)
 
-    def fillings(self, cases: Iterable[PlannedCase]) -> Iterator[Run]:
+    def fillings(self, cases: Iterable[PlannedCase]) -> Iterator[ListedRun]:
         """The fillings of the case in which progressive filling wins most, by model."""
         best: dict[str, tuple[list[float], PlannedCase, dict[str, Plan]]] = {}
         for one in cases:
@@ -178,7 +180,7 @@ class _Lister:
         for _, one, found in best.values():
             yield from self.steps(one.case, one.place, found.items(), trace=True)
 
-    def tails(self) -> list[Run]:
+    def tails(self) -> list[ListedRun]:
         """With and without a tail, of the last model, in the best batch for a tail."""
         best_gain, best = 1.0, []
         for rows in self.config.tail_rows if SLOW in self.machines else ():
@@ -208,7 +210,7 @@ class _Lister:
         named: Iterable[tuple[str, Plan]],
         *,
         trace: bool = False,
-    ) -> list[Run]:
+    ) -> list[ListedRun]:
         """A run of each plan, once though it has several names; writes the plans."""
         roles: dict[Plan, list[str]] = {}
         for name, plan in named:
@@ -222,7 +224,7 @@ class _Lister:
             file = f"plans/{name.replace('/', '-')}.json"
             (self.folder / file).write_text(plans.to_json(plan), encoding="utf-8")
             runs.append(
-                Run(
+                ListedRun(
                     **case._asdict(),
                     name=name,
                     kind=Kind.STEP,

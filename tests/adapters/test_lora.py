@@ -23,7 +23,7 @@ LEAVES = {
     "mlp.down_proj": (12, 8),
 }
 LINEARS = [
-    lora.Linear(module=module, in_dim=sizes[0], out_dim=sizes[1])
+    lora.LinearSite(module=module, in_dim=sizes[0], out_dim=sizes[1])
     for module, sizes in LEAVES.items()
 ]
 CASES = {
@@ -152,7 +152,7 @@ def test_an_entry_that_matches_nothing_is_an_error(settings, text):
 
 
 def test_fresh_adapters_are_kaiming_uniform_and_zero_in_float32():
-    wide = lora.Linear(module="mlp.down_proj", in_dim=400, out_dim=6)
+    wide = lora.LinearSite(module="mlp.down_proj", in_dim=400, out_dim=6)
     config = LoraConfig(r=32, rank_pattern={"layers.1.mlp.down_proj": 8})
     specs = lora.resolve(config, [wide], num_layers=2)
     params = jax.jit(lora.init, static_argnums=0)(specs, jax.random.key(0))

@@ -18,7 +18,7 @@ ASSISTANT = {"role": "assistant", "content": "a"}
     ],
 )
 def test_format_is_found_by_columns_in_order(row, format):
-    assert formats.detect(row) is formats.Format(format)
+    assert formats.detect(row) is formats.RowFormat(format)
 
 
 def test_unknown_columns_are_named():
@@ -28,13 +28,13 @@ def test_unknown_columns_are_named():
 
 def test_choosing_a_format():
     assert formats.choose("auto") is None
-    assert formats.choose("alpaca") is formats.Format.ALPACA
+    assert formats.choose("alpaca") is formats.RowFormat.ALPACA
     with pytest.raises(errors.DataError, match=r"dataset\.format='sharegpt': one of"):
         formats.choose("sharegpt")
 
 
 def parse(row, format="messages", *, has_template=True):
-    return formats.parse(row, formats.Format(format), has_template=has_template)
+    return formats.parse(row, formats.RowFormat(format), has_template=has_template)
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def workload(config, *, tokens, **lora_settings):
         vocab_size=config.vocab_size,
         tied_embeddings=config.tie_word_embeddings,
         linears=tuple(
-            workloads.Linear(
+            workloads.LinearSizes(
                 name=linear.module.rpartition(".")[2],
                 in_dim=linear.in_dim,
                 out_dim=linear.out_dim,

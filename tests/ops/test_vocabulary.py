@@ -8,7 +8,7 @@ from mtuner_jax.devices import meshes
 from mtuner_jax.numbers import chunking
 from mtuner_jax.ops import vocabulary
 from mtuner_jax.ops.cross_entropy import reference
-from mtuner_jax.ops.cross_entropy.operands import Tokens
+from mtuner_jax.ops.cross_entropy.operands import LossTokens
 from tests import comparing
 
 VOCAB, PADDED, WIDTH = 37, 40, 6
@@ -75,7 +75,7 @@ def split_loss(mesh, vocab_size=VOCAB):
 
     def run(x_SD, shard_VD, targets_S, weights_S):
         loss, dx_SD = vocabulary.value_and_grad(
-            Tokens(x_SD, targets_S, weights_S),
+            LossTokens(x_SD, targets_S, weights_S),
             shard_VD,
             axes=axes,
             vocab_size=vocab_size,

@@ -37,7 +37,7 @@ def report(plan=None, **changes):
 
 def static(name, step_s, **changes):
     fields = {"plan": static_plan(), "total_bytes": GIB, **changes}
-    return static_plans.Static(name=name, step_s=step_s, **fields)
+    return static_plans.StaticSetting(name=name, step_s=step_s, **fields)
 
 
 def statics(report_, *factors):

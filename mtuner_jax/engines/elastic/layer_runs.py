@@ -15,7 +15,7 @@ from mtuner_jax.protocols.states import Params
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
+class LayerRun:
     """What is the same for all layers of a part of the batch.
 
     Attributes:

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 
 from mtuner_jax.adapters import lora
 from mtuner_jax.engines.elastic import passes, step_specs
-from mtuner_jax.engines.elastic.layer_runs import Run
+from mtuner_jax.engines.elastic.layer_runs import LayerRun
 from mtuner_jax.engines.elastic.segment_weights import Backwards, Segment
 from mtuner_jax.engines.elastic.step_specs import StepSpec
 from mtuner_jax.ops import arenas, dropout, elastic, vocabulary
 from mtuner_jax.ops.cross_entropy import api as cross_entropy
-from mtuner_jax.ops.cross_entropy.operands import TokenLoss, Tokens
+from mtuner_jax.ops.cross_entropy.operands import LossTokens, TokenLoss
 from mtuner_jax.ops.low_rank.operands import Dropout
 from mtuner_jax.planning.costs.arena_layouts import ArenaLayout
 from mtuner_jax.planning.plans import Table
@@ -73,7 +73,7 @@ class TailSums(NamedTuple):
     arena: jax.Array
 
 
-class Rows(NamedTuple):
+class ChunkRows(NamedTuple):
     """Part of a microbatch: output of the main part [B, T, D], and its batch."""
 
     x_BTD: jax.Array
@@ -90,10 +90,10 @@ def add(spec: StepSpec, inputs: Inputs, sums: Sums, batch: Batch[jax.Array]) -> 
     table = _head_table(spec, inputs.weights)
     tail = Tail(_segments(spec, inputs.weights, "tail", max_length=length), table)
 
-    def chunk(carry: TailSums, rows: Rows) -> tuple[TailSums, jax.Array]:
+    def chunk(carry: TailSums, rows: ChunkRows) -> tuple[TailSums, jax.Array]:
         return _tail_chunk(spec, inputs, tail, carry, rows=rows)
 
-    chunks, rows = spec.plan.tail_chunks, Rows(x_BTD, batch)
+    chunks, rows = spec.plan.tail_chunks, ChunkRows(x_BTD, batch)
     carry = TailSums(sums.grads, sums.total, sums.arenas["tail"])
     if chunks == 1:
         carry, dx_BTD = chunk(carry, rows)
@@ -141,7 +141,7 @@ def empty_arena(spec: StepSpec, layout: ArenaLayout) -> jax.Array:
 
 
 def _tail_chunk(
-    spec: StepSpec, inputs: Inputs, tail: Tail, carry: TailSums, *, rows: Rows
+    spec: StepSpec, inputs: Inputs, tail: Tail, carry: TailSums, *, rows: ChunkRows
 ) -> tuple[TailSums, jax.Array]:
     """Forward, loss and backward of the tail on part of the microbatch.
 
@@ -166,13 +166,13 @@ def _tail_chunk(
     return TailSums(state.grads, total, state.arena), state.dx_BTD
 
 
-def _run(spec: StepSpec, inputs: Inputs, batch: Batch[jax.Array]) -> Run:
+def _run(spec: StepSpec, inputs: Inputs, batch: Batch[jax.Array]) -> LayerRun:
     drop = None
     if inputs.step is not None and spec.dropout_rate > 0.0:
         key = dropout.fold_in(dropout.key(spec.seed), inputs.step)
         places = dropout.Places(batch.sample_ids, batch.positions)
         drop = Dropout(key, places, spec.dropout_rate)
-    return Run(
+    return LayerRun(
         model=spec.model,
         axes=spec.data_axes,
         context=spec.model.context(batch),
@@ -244,7 +244,7 @@ def _token_losses(
     with_grad: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
     """(loss sum, gradient to `normed_BTD` or None)."""
-    tokens = Tokens(
+    tokens = LossTokens(
         normed_BTD.reshape(-1, normed_BTD.shape[-1]),
         batch.targets.reshape(-1),
         batch.weights.reshape(-1),

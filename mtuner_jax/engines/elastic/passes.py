@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from mtuner_jax.engines.elastic import segment_weights
-from mtuner_jax.engines.elastic.layer_runs import Kept, Run
+from mtuner_jax.engines.elastic.layer_runs import Kept, LayerRun
 from mtuner_jax.engines.elastic.segment_weights import (
     Backwards,
     Forwards,
@@ -57,7 +57,7 @@ class ForwardAhead(NamedTuple):
 
 
 def forward(
-    run: Run, segments: list[Segment], x_BTD: jax.Array, arena: jax.Array
+    run: LayerRun, segments: list[Segment], x_BTD: jax.Array, arena: jax.Array
 ) -> Forwarded:
     """Runs the layers of all segments, [B, T, D] -> [B, T, D]."""
     all_kept: list[Kept] = []
@@ -80,7 +80,7 @@ def forward(
 
 
 def _forward_plain(
-    run: Run, segment: Segment, state: Forwards
+    run: LayerRun, segment: Segment, state: Forwards
 ) -> tuple[Forwards, Kept]:
     """A loop that gathers a layer and runs it."""
 
@@ -92,7 +92,7 @@ def _forward_plain(
 
 
 def _forward_ahead(
-    run: Run,
+    run: LayerRun,
     segment: Segment,
     state: Forwards,
     *,
@@ -151,7 +151,7 @@ def _room(one: Kept, segment: Segment, axes: tuple[str, ...]) -> Kept:
 
 
 def _run_forward(
-    run: Run, segment: Segment, layer: Layer, state: Forwards, *, index: jax.Array
+    run: LayerRun, segment: Segment, layer: Layer, state: Forwards, *, index: jax.Array
 ) -> tuple[Forwards, Kept]:
     """Saves a layer's input, runs it and returns (state, what it leaves)."""
     x_BTD, arena, inputs = state.x_BTD, state.arena, []
@@ -169,7 +169,7 @@ def _run_forward(
     return Forwards(x_BTD, arena), Kept(tape.recorded, layer.kept, inputs)
 
 
-def forward_only(run: Run, segment: Segment, x_BTD: jax.Array) -> jax.Array:
+def forward_only(run: LayerRun, segment: Segment, x_BTD: jax.Array) -> jax.Array:
     """A segment for evaluation, [B, T, D] -> [B, T, D]; nothing is kept."""
 
     def body(x_BTD: jax.Array, index: jax.Array) -> tuple[jax.Array, None]:
@@ -208,7 +208,7 @@ class BackwardAhead(NamedTuple):
 
 
 def backward(
-    run: Run, segments: list[Segment], kept: list[Kept], state: Backwards
+    run: LayerRun, segments: list[Segment], kept: list[Kept], state: Backwards
 ) -> Backwards:
     """Runs the layers of all segments backwards and adds up adapter gradients."""
     ready = None
@@ -238,7 +238,7 @@ class _Before(NamedTuple):
 
 
 def _backward_plain(
-    run: Run, segment: Segment, kept: Kept, state: Backwards
+    run: LayerRun, segment: Segment, kept: Kept, state: Backwards
 ) -> Backwards:
     """As `_forward_plain`, from the last layer to the first."""
 
@@ -252,7 +252,7 @@ def _backward_plain(
 
 
 def _backward_ahead(
-    run: Run,
+    run: LayerRun,
     segment: Segment,
     kept: Kept,
     carry: BackwardAhead,
@@ -345,7 +345,7 @@ class _Replay(NamedTuple):
 
 
 def _run_backward(
-    run: Run, segment: Segment, replay: _Replay, state: Backwards
+    run: LayerRun, segment: Segment, replay: _Replay, state: Backwards
 ) -> Backwards:
     """The vjp of one layer; its adapter gradients are added to the sums."""
     number = segment.start + replay.index

@@ -3,7 +3,7 @@
 import jax
 
 from mtuner_jax.ops.cross_entropy import reference
-from mtuner_jax.ops.cross_entropy.operands import Tokens
+from mtuner_jax.ops.cross_entropy.operands import LossTokens
 
 # Modules with `value` and `value_and_grad`. Each takes any dtype on any device, unless
 # its row says otherwise.
@@ -11,7 +11,7 @@ BACK_ENDS = {"xla": reference}
 
 
 def value(
-    tokens: Tokens, table_VD: jax.Array, *, implementation: str = "xla"
+    tokens: LossTokens, table_VD: jax.Array, *, implementation: str = "xla"
 ) -> jax.Array:
     """Weighted sum of -log p(target) over tokens; forward only.
 
@@ -27,7 +27,7 @@ def value(
 
 
 def value_and_grad(
-    tokens: Tokens, table_VD: jax.Array, *, implementation: str = "xla"
+    tokens: LossTokens, table_VD: jax.Array, *, implementation: str = "xla"
 ) -> tuple[jax.Array, jax.Array]:
     """As `value`, with its gradient to the token vectors from the same run.
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 
 
-class Tokens(NamedTuple):
+class LossTokens(NamedTuple):
     """S tokens and what is to be predicted at each.
 
     Attributes:

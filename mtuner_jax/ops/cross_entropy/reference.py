@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtuner_jax.numbers import chunking
-from mtuner_jax.ops.cross_entropy.operands import Tokens
+from mtuner_jax.ops.cross_entropy.operands import LossTokens
 
 
 def cross_entropy(
@@ -43,13 +43,13 @@ def cross_entropy(
 
 
 def value(
-    tokens: Tokens, table_VD: jax.Array, *, limit_bytes: int = chunking.LOGIT_BYTES
+    tokens: LossTokens, table_VD: jax.Array, *, limit_bytes: int = chunking.LOGIT_BYTES
 ) -> jax.Array:
     """As `api.value`; beside its input it holds one chunk's logits, `limit_bytes`."""
     order_S = _trained_first(tokens)
     chunks = _chunks(tokens, order_S, num_rows=len(table_VD), limit_bytes=limit_bytes)
 
-    def trained(chunk: Tokens) -> jax.Array:
+    def trained(chunk: LossTokens) -> jax.Array:
         x_SD, targets_S, weights_S = chunk
         return cross_entropy(x_SD, table_VD, targets_S, weights_S)
 
@@ -57,13 +57,13 @@ def value(
 
 
 def value_and_grad(
-    tokens: Tokens, table_VD: jax.Array, *, limit_bytes: int = chunking.LOGIT_BYTES
+    tokens: LossTokens, table_VD: jax.Array, *, limit_bytes: int = chunking.LOGIT_BYTES
 ) -> tuple[jax.Array, jax.Array]:
     """As `api.value_and_grad`, [S, D]; beside its input it holds as much as `value`."""
     order_S = _trained_first(tokens)
     chunks = _chunks(tokens, order_S, num_rows=len(table_VD), limit_bytes=limit_bytes)
 
-    def trained(chunk: Tokens) -> tuple[jax.Array, jax.Array]:
+    def trained(chunk: LossTokens) -> tuple[jax.Array, jax.Array]:
         x_SD, targets_S, weights_S = chunk
         return jax.value_and_grad(cross_entropy)(x_SD, table_VD, targets_S, weights_S)
 
@@ -72,14 +72,14 @@ def value_and_grad(
     return sums.sum(), dx_SD
 
 
-def _trained_first(tokens: Tokens) -> jax.Array:
+def _trained_first(tokens: LossTokens) -> jax.Array:
     """An order of the tokens in which those with loss come first, [S]."""
     return jnp.argsort(tokens.weights_S == 0, stable=True)
 
 
 def _chunks(
-    tokens: Tokens, order_S: jax.Array, *, num_rows: int, limit_bytes: int
-) -> Tokens:
+    tokens: LossTokens, order_S: jax.Array, *, num_rows: int, limit_bytes: int
+) -> LossTokens:
     """Fields [chunks, S / chunks, ...]: a chunk's logits are within `limit_bytes`."""
     size = chunking.loss_tokens(len(order_S), num_rows, limit_bytes=limit_bytes)
     return jax.tree.map(
@@ -87,10 +87,10 @@ def _chunks(
     )
 
 
-def _over_chunks(trained: Callable[[Tokens], Any], chunks: Tokens) -> Any:
+def _over_chunks(trained: Callable[[LossTokens], Any], chunks: LossTokens) -> Any:
     """Scans `trained` over chunks; one whose weights are all 0 is not computed."""
 
-    def skipped(chunk: Tokens) -> Any:
+    def skipped(chunk: LossTokens) -> Any:
         # A constant 0 would not vary over the mesh, which shard_map's check of both
         # branches asks for.
         zero = chunk.weights_S.sum()
@@ -99,7 +99,7 @@ def _over_chunks(trained: Callable[[Tokens], Any], chunks: Tokens) -> Any:
             jax.eval_shape(trained, chunk),
         )
 
-    def body(carry: None, chunk: Tokens) -> tuple[None, Any]:
+    def body(carry: None, chunk: LossTokens) -> tuple[None, Any]:
         has_loss = jnp.any(chunk.weights_S != 0)
         return carry, jax.lax.cond(has_loss, trained, skipped, chunk)
 

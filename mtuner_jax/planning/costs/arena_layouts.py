@@ -58,7 +58,7 @@ def layout(input_sizes: Sequence[int], copy_sizes: Sequence[int]) -> ArenaLayout
     input_rows = tuple(-(-size // width) for size in input_sizes)
     copy_rows = tuple(-(-size // width) for size in copy_sizes)
     needed = rows_needed(
-        [Rows(*rows, 1) for rows in zip(input_rows, copy_rows, strict=True)]
+        [SegmentRows(*rows, 1) for rows in zip(input_rows, copy_rows, strict=True)]
     )
     copies = _sums(copy_rows)
     shift = int(max(needed[1:], default=0)) - copies[-1] if copies[-1] else 0
@@ -77,7 +77,7 @@ def row_width(largest: int) -> int:
     return WIDTH if largest >= 2**20 else EMPTY_ELEMENTS
 
 
-class Rows(NamedTuple):
+class SegmentRows(NamedTuple):
     """Equal layers in a row, in an arena: numbers, or arrays that broadcast.
 
     Attributes:
@@ -91,7 +91,7 @@ class Rows(NamedTuple):
     count: Any
 
 
-def num_elements(segments: Sequence[Rows]) -> int:
+def num_elements(segments: Sequence[SegmentRows]) -> int:
     """Elements of the arena that `layout` makes for such layers.
 
     Args:
@@ -101,13 +101,13 @@ def num_elements(segments: Sequence[Rows]) -> int:
         max([1, *(max(one.input_rows, one.copy_rows) for one in segments)])
     )
     rows = [
-        Rows(-(-one.input_rows // width), -(-one.copy_rows // width), one.count)
+        SegmentRows(-(-one.input_rows // width), -(-one.copy_rows // width), one.count)
         for one in segments
     ]
     return width * int(max(1, *rows_needed(rows)))
 
 
-def rows_needed(segments: Sequence[Rows]) -> list[Any]:
+def rows_needed(segments: Sequence[SegmentRows]) -> list[Any]:
     """Rows that an arena must have at least, for several reasons; the most counts.
 
     Inputs must fit. And before a layer's backward step its own input and all inputs

@@ -9,7 +9,7 @@ import dataclasses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Attention:
+class AttentionFit:
     """An implementation of attention.
 
     Attributes:
@@ -30,9 +30,9 @@ class Attention:
 
 ATTENTION = {
     # Causal: half of the scores. Two products forward, five backward.
-    "cudnn": Attention(flops=2, backward_ratio=2.5),
+    "cudnn": AttentionFit(flops=2, backward_ratio=2.5),
     # Scores and their gradients are float32.
-    "xla": Attention(score_bytes=(20, 38), held_score_bytes=8),
+    "xla": AttentionFit(score_bytes=(20, 38), held_score_bytes=8),
 }
 
 

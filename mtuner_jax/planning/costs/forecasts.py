@@ -17,7 +17,7 @@ from typing import NamedTuple
 from mtuner_jax.numbers import chunking
 from mtuner_jax.planning import sites
 from mtuner_jax.planning.costs import arena_layouts, transients
-from mtuner_jax.planning.costs.arena_layouts import Rows
+from mtuner_jax.planning.costs.arena_layouts import SegmentRows
 from mtuner_jax.planning.plans import (
     ON_HOST,
     SAVED_TENSORS,
@@ -59,7 +59,7 @@ class LayerBytes:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Static:
+class StaticBytes:
     """Bytes of a device that no segment changes.
 
     Attributes:
@@ -226,7 +226,7 @@ def _kept_bytes(site: Site, names: Sequence[str]) -> int:
     return site.tokens * (features * workload.activation_bytes + statistics)
 
 
-def static_bytes(workload: Workload, choices: StepChoices) -> Static:
+def static_bytes(workload: Workload, choices: StepChoices) -> StaticBytes:
     """What a step takes whatever its segments are."""
     devices = choices.num_devices
     adapters = workload.num_adapter_weights * _WIDE_BYTES
@@ -235,7 +235,7 @@ def static_bytes(workload: Workload, choices: StepChoices) -> Static:
     tokens = choices.microbatch * workload.max_length
     stream = stream_bytes(sites.main(choices, workload))
     gathered = transients.gathered_bytes(workload, choices.head, devices=devices)
-    return Static(
+    return StaticBytes(
         tables=_table_bytes(workload, choices),
         adapters=3 * -(-adapters // (devices if sharded else 1)) + 3 * _WIDE_BYTES,
         batch=choices.accumulation
@@ -334,7 +334,7 @@ def _segment_bytes(plan: Plan, workload: Workload, layers: Sequence[LayerBytes])
     return total
 
 
-def _tail_bytes(plan: Plan, static: Static, layers: Sequence[LayerBytes]) -> int:
+def _tail_bytes(plan: Plan, static: StaticBytes, layers: Sequence[LayerBytes]) -> int:
     """What is there while the tail runs and is gone when the main part goes back."""
     start = plan.tail_start
     if start == len(layers):
@@ -363,7 +363,9 @@ def _arena_bytes(
     border, counts = plan.tail_start, [one.num_layers for one in plan.segments]
     for part in (slice(border), slice(border, None)):
         elements = [
-            Rows(-(-layer.layer_input // size), -(-layer.bwd_copy // size), count)
+            SegmentRows(
+                -(-layer.layer_input // size), -(-layer.bwd_copy // size), count
+            )
             for layer, count in zip(layers[part], counts[part], strict=True)
         ]
         bytes_of_part = size * arena_layouts.num_elements(elements)

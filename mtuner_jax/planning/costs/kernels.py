@@ -13,7 +13,7 @@ from mtuner_jax.numbers import chunking
 from mtuner_jax.planning.costs import fitted
 from mtuner_jax.planning.plans import SAVED_TENSORS, Saved
 from mtuner_jax.planning.sites import Site
-from mtuner_jax.planning.workloads import Linear, Workload
+from mtuner_jax.planning.workloads import LinearSizes, Workload
 
 # Linears whose outputs a backward pass computes again. The last one's is never read.
 _REDONE: dict[Saved, tuple[str, ...]] = {
@@ -48,7 +48,9 @@ def layer(site: Site, hardware: Hardware, saved: Saved) -> tuple[float, float]:
     attention_s = _attention(site, hardware)
     drawn, drawn_back = low_rank.dropout if workload.dropout else (0, 0)
 
-    def lora(linears: Sequence[Linear], elements: tuple[int, int], masks: int) -> float:
+    def lora(
+        linears: Sequence[LinearSizes], elements: tuple[int, int], masks: int
+    ) -> float:
         """Seconds of what low-rank updates move."""
         adapted = [linear for linear in linears if linear.rank]
         ins = sum(linear.in_dim for linear in adapted)
@@ -56,7 +58,7 @@ def layer(site: Site, hardware: Hardware, saved: Saved) -> tuple[float, float]:
         features = elements[0] * ins + elements[1] * outs + masks * ins
         return _moved(site, hardware, features)
 
-    def products(linears: Sequence[Linear]) -> float:
+    def products(linears: Sequence[LinearSizes]) -> float:
         return _products(linears, hardware, site.tokens)
 
     each, each_back = low_rank.kernels
@@ -81,7 +83,7 @@ def layer(site: Site, hardware: Hardware, saved: Saved) -> tuple[float, float]:
     return forward, backward
 
 
-def _products(linears: Sequence[Linear], hardware: Hardware, tokens: int) -> float:
+def _products(linears: Sequence[LinearSizes], hardware: Hardware, tokens: int) -> float:
     """Seconds of frozen products, and of the low-rank ones' arithmetic."""
     weights = sum(
         linear.in_dim * linear.out_dim + linear.rank * (linear.in_dim + linear.out_dim)
@@ -96,7 +98,7 @@ def _moved(site: Site, hardware: Hardware, features: int) -> float:
     return moved / hardware.memory_bytes_per_s
 
 
-def _kernels(linears: Sequence[Linear], each_adapter: int, others: int) -> int:
+def _kernels(linears: Sequence[LinearSizes], each_adapter: int, others: int) -> int:
     """Kernels that run: one a linear, those of adapters, others."""
     adapted = sum(linear.rank > 0 for linear in linears)
     return len(linears) + each_adapter * adapted + others

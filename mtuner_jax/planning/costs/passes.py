@@ -65,7 +65,7 @@ class Phases:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
+class EqualLayers:
     """Equal layers in a row, in one direction.
 
     Attributes:
@@ -104,7 +104,7 @@ def awaited(phase: Phase | Phases, *, backward: bool) -> Any:
 
 
 def over_layers(
-    runs: Sequence[Run], shared: Overlap, *, backward: bool = False
+    runs: Sequence[EqualLayers], shared: Overlap, *, backward: bool = False
 ) -> float:
     """Seconds of one pass over runs of layers, in the order in which they run."""
     seconds, ready = 0.0, False
@@ -156,10 +156,10 @@ def step_s(plan: Plan, workload: Workload, hardware: Hardware) -> float:
 
 def _runs(
     plan: Plan, times: Sequence[LayerTimes], part: slice, *, backward: bool
-) -> list[Run]:
+) -> list[EqualLayers]:
     """Runs of a part of the segments, in the order in which they run."""
     runs = [
-        Run(
+        EqualLayers(
             phase=layer.phase(backward=backward),
             count=segment.num_layers,
             prefetch=segment.prefetch,

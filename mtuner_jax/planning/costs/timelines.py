@@ -16,7 +16,7 @@ from mtuner_jax.numbers.records import Format
 from mtuner_jax.planning import sites
 from mtuner_jax.planning.costs import durations, forecasts, passes
 from mtuner_jax.planning.costs.durations import Collective, LayerTimes, Phase
-from mtuner_jax.planning.costs.forecasts import LayerBytes, Static
+from mtuner_jax.planning.costs.forecasts import LayerBytes, StaticBytes
 from mtuner_jax.planning.plans import Plan, SegmentPlan
 from mtuner_jax.planning.workloads import Workload
 
@@ -222,7 +222,7 @@ class _Streams:
 class _Memory:
     """What is alive when, by kind."""
 
-    def __init__(self, layers: Sequence[_Layer], static: Static, allocated: int):
+    def __init__(self, layers: Sequence[_Layer], static: StaticBytes, allocated: int):
         self.allocated = allocated
         self.instants: list[Instant] = []
         self.held = {

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mtuner_jax.planning.costs import arena_layouts, forecasts
-from mtuner_jax.planning.costs.arena_layouts import Rows
+from mtuner_jax.planning.costs.arena_layouts import SegmentRows
 from mtuner_jax.planning.searching.options import Options
 
 _SHORT = (1, 2)  # layers in loops that may be unrolled
@@ -160,7 +160,9 @@ def _conditions(
 
     def rows_KS(counts: np.ndarray) -> np.ndarray:
         segments = zip(inputs_GS, copies_GS, counts, strict=True)
-        needed = arena_layouts.rows_needed([Rows(*segment) for segment in segments])
+        needed = arena_layouts.rows_needed(
+            [SegmentRows(*segment) for segment in segments]
+        )
         return options.row_bytes * np.stack([np.zeros_like(needed[0]), *needed])
 
     segments = len(sequences_GS)

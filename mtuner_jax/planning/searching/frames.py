@@ -14,7 +14,7 @@ import numpy as np
 from mtuner_jax.hardware.machines import Hardware
 from mtuner_jax.planning.axes import Axes
 from mtuner_jax.planning.costs import arena_layouts, durations, forecasts
-from mtuner_jax.planning.costs.arena_layouts import Rows
+from mtuner_jax.planning.costs.arena_layouts import SegmentRows
 from mtuner_jax.planning.plans import (
     AdapterState,
     Plan,
@@ -158,7 +158,7 @@ def tails(frame: Frame, options: Options, num_layers: int) -> Cases:
         )
     )
     copies_N = options.copy_rows_O[option_N]
-    rows = Rows(options.input_rows_O[option_N], copies_N, layers_N)
+    rows = SegmentRows(options.input_rows_O[option_N], copies_N, layers_N)
     rows_N = np.maximum.reduce(arena_layouts.rows_needed([rows]))
     arena_N = np.maximum(rows_N * options.row_bytes, options.empty_bytes)
     pointers_N = forecasts.POINTER_BYTES * (copies_N > 0)

@@ -24,7 +24,7 @@ _NO_TAIL = Allowed(tail=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Static:
+class StaticSetting:
     """A setting that needs no planner, in its best variant.
 
     Attributes:
@@ -63,7 +63,7 @@ def best(
     *,
     mesh_sizes: tuple[int, ...],
     budget_bytes: int,
-) -> tuple[Static, ...]:
+) -> tuple[StaticSetting, ...]:
     """The best variant of each setting.
 
     Args:
@@ -98,16 +98,18 @@ class _Variant(NamedTuple):
 
 def _best(
     name: str, variants: list[_Variant], hardware: Hardware, budget_bytes: int
-) -> Static:
+) -> StaticSetting:
     """Variants are tried from the fastest on, until one fits."""
     least = None
     for _, plan, workload in sorted(variants, key=lambda variant: variant.seconds):
         total_bytes = forecasts.forecast(plan, workload).total_bytes
         if total_bytes <= budget_bytes:
             step_s = passes.step_s(plan, workload, hardware)
-            return Static(name=name, plan=plan, step_s=step_s, total_bytes=total_bytes)
+            return StaticSetting(
+                name=name, plan=plan, step_s=step_s, total_bytes=total_bytes
+            )
         least = total_bytes if least is None else min(least, total_bytes)
-    return Static(name=name, plan=None, step_s=0.0, total_bytes=least or 0)
+    return StaticSetting(name=name, plan=None, step_s=0.0, total_bytes=least or 0)
 
 
 def _variants(

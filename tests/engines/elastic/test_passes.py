@@ -10,7 +10,7 @@ from models import llama
 from mtuner_jax.adapters import lora
 from mtuner_jax.devices import meshes
 from mtuner_jax.engines.elastic import passes
-from mtuner_jax.engines.elastic.layer_runs import Run
+from mtuner_jax.engines.elastic.layer_runs import LayerRun
 from mtuner_jax.engines.elastic.segment_weights import Backwards, Segment
 from mtuner_jax.planning import plans
 from mtuner_jax.planning.costs import arena_layouts
@@ -56,7 +56,7 @@ def segment_run(saved, *, prefetch=False):
     rows = tiny.batch(
         np.random.default_rng(0), rows=ROWS, tokens=TOKENS, vocab_size=model.vocab_size
     )
-    run = Run(
+    run = LayerRun(
         model=model,
         axes=(),
         context=model.context(rows),

@@ -9,7 +9,7 @@ import pytest
 
 from mtuner_jax.numbers import chunking
 from mtuner_jax.ops.cross_entropy import api, reference
-from mtuner_jax.ops.cross_entropy.operands import Tokens
+from mtuner_jax.ops.cross_entropy.operands import LossTokens
 from tests import comparing
 
 TOKENS, WIDTH, VOCAB = 24, 6, 40
@@ -32,7 +32,7 @@ def inputs(*, seed=0, dtype=np.float64):
 
 def given(x_SD, table_VD, targets_S, weights_S):
     """Arguments of a back end."""
-    return Tokens(x_SD, targets_S, weights_S), table_VD
+    return LossTokens(x_SD, targets_S, weights_S), table_VD
 
 
 def textbook(x_SD, table_VD, targets_S, weights_S):
@@ -140,7 +140,9 @@ def test_chunks_without_loss_are_skipped():
     table_VD = np.ones((vocab, width), np.float32)
     x_SD[3::4] = np.nan
     x_SD[2::4] = np.nan
-    loss, dx_SD = reference.value_and_grad(Tokens(x_SD, targets_S, weights_S), table_VD)
+    loss, dx_SD = reference.value_and_grad(
+        LossTokens(x_SD, targets_S, weights_S), table_VD
+    )
     assert np.isfinite(loss)
     assert np.isfinite(dx_SD[::4]).all()
     np.testing.assert_array_equal(dx_SD[1::4], 0.0)

@@ -100,7 +100,7 @@ class Scores:
         found = [(s, self.layer(s, rows, merge_gathers)) for s in segments]
         ahead, back = (
             [
-                passes.Run(
+                passes.EqualLayers(
                     phase=getattr(times, name),
                     count=segment.num_layers,
                     prefetch=segment.prefetch,

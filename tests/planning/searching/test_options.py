@@ -150,7 +150,7 @@ def _passes_s(found, sequence_and_counts, machine, mesh_sizes, merge_gathers):
         layer = clock.layer(segment, forecasts.layer_bytes(site, segment))
         for name, directed in runs.items():
             directed.append(
-                passes.Run(
+                passes.EqualLayers(
                     phase=getattr(layer, name), count=count, prefetch=segment.prefetch
                 )
             )

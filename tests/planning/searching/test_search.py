@@ -43,7 +43,7 @@ def test_the_same_plan_to_the_byte_in_every_process():
             "from mtuner_jax.hardware import machines",
             "from mtuner_jax.planning import plans",
             "from mtuner_jax.planning.searching import search",
-            "from mtuner_jax.planning.workloads import Linear, Workload",
+            "from mtuner_jax.planning.workloads import LinearSizes, Workload",
             f"workload = {workload!r}",
             f"machine = machines.fitted(machines.preset({machine.name!r}), (2, 2))",
             "found = search.fastest(workload, machine, mesh_sizes=(2, 2), "

@@ -1,8 +1,8 @@
 import pytest
 
 from scripts.benchmarks import comparison_tables, run_records
-from scripts.benchmarks.run_lists import Kind, Run, RunList, Setting
-from scripts.benchmarks.run_records import Event
+from scripts.benchmarks.run_lists import Kind, ListedRun, RunList, Setting
+from scripts.benchmarks.run_records import RunEvent
 
 CASE = {
     "kind": Kind.STEP,
@@ -14,7 +14,7 @@ CASE = {
 
 
 def step(role, ms, communication_ms=0.0, **changed):
-    return Run(
+    return ListedRun(
         name=f"slow/llama2-70b/32x1024/{role}",
         roles=(role,),
         predicted_ms=ms,
@@ -24,7 +24,7 @@ def step(role, ms, communication_ms=0.0, **changed):
     )
 
 
-LINKS = Run(name="slow/links", kind=Kind.LINKS, setting="slow")
+LINKS = ListedRun(name="slow/links", kind=Kind.LINKS, setting="slow")
 PLANNED, STATIC, OTHER = (
     step("planned", 800.0),
     step("static fsdp", 1000.0),
@@ -42,7 +42,7 @@ NO_TAIL, TAIL = (
     step("no tail", 1200.0, global_batch_size=112),
     step("tail", 1000.0, global_batch_size=112),
 )
-PEER = Run(
+PEER = ListedRun(
     name="slow/llama2-70b/1024/peer-zero3-1",
     roles=("zero3 + checkpointing",),
     **{**CASE, "kind": Kind.PEER, "global_batch_size": 128},
@@ -82,7 +82,7 @@ def record(tmp_path):
     writer = run_records.Writer(tmp_path / "a.jsonl", LIST)
 
     def write(run, found=None, **fields):
-        event = Event.FAILED if "error" in fields else Event.DONE
+        event = RunEvent.FAILED if "error" in fields else RunEvent.DONE
         fields |= {} if found is None else {"result": found}
         writer.write(run, event, **fields)
 

@@ -4,16 +4,16 @@ import pytest
 
 from mtuner_jax.configs import ConfigError
 from scripts.benchmarks import run_lists, run_records
-from scripts.benchmarks.run_lists import Kind, Run, RunList, Setting
-from scripts.benchmarks.run_records import Event, State
+from scripts.benchmarks.run_lists import Kind, ListedRun, RunList, Setting
+from scripts.benchmarks.run_records import RunEvent, State
 
 SETTING = Setting(
     name="slow", environment={}, pool_gib=40.0, capped=True, hardware="h200x8-pcie"
 )
 ONE, TWO, PEER = (
-    Run(name="one", kind=Kind.STEP, setting="slow", expected_s=10.0),
-    Run(name="two", kind=Kind.STEP, setting="slow", expected_s=20.0),
-    Run(name="peer", kind=Kind.PEER, setting="slow", expected_s=30.0),
+    ListedRun(name="one", kind=Kind.STEP, setting="slow", expected_s=10.0),
+    ListedRun(name="two", kind=Kind.STEP, setting="slow", expected_s=20.0),
+    ListedRun(name="peer", kind=Kind.PEER, setting="slow", expected_s=30.0),
 )
 LIST = RunList(
     mesh="2x2x2",
@@ -57,10 +57,10 @@ def test_a_file_that_is_no_list_is_refused(text, message, tmp_path):
 
 
 def test_done_and_failed_runs_are_not_left(writer, tmp_path):
-    writer.write(ONE, Event.STARTED)
-    writer.write(ONE, Event.DONE, result={"step_ms": 3.0}, seconds=5.0)
-    writer.write(TWO, Event.STARTED)
-    writer.write(TWO, Event.FAILED, error="RESOURCE_EXHAUSTED", seconds=1.0)
+    writer.write(ONE, RunEvent.STARTED)
+    writer.write(ONE, RunEvent.DONE, result={"step_ms": 3.0}, seconds=5.0)
+    writer.write(TWO, RunEvent.STARTED)
+    writer.write(TWO, RunEvent.FAILED, error="RESOURCE_EXHAUSTED", seconds=1.0)
     found = progress(tmp_path)
     assert found.left() == [PEER]
     assert found.result(ONE) == {"step_ms": 3.0}
@@ -68,36 +68,39 @@ def test_done_and_failed_runs_are_not_left(writer, tmp_path):
 
 
 def test_a_run_that_was_cut_off_is_tried_once_more_with_more_time(writer, tmp_path):
-    writer.write(ONE, Event.STARTED)
+    writer.write(ONE, RunEvent.STARTED)
     assert progress(tmp_path).state(ONE) is State.OPEN  # the machine went away
-    writer.write(ONE, Event.CUT_OFF, seconds=100.0)
+    writer.write(ONE, RunEvent.CUT_OFF, seconds=100.0)
     assert progress(tmp_path).state(ONE) is State.OPEN
     assert progress(tmp_path).expected_s(ONE) == pytest.approx(130.0)
-    writer.write(ONE, Event.STARTED)
+    writer.write(ONE, RunEvent.STARTED)
     assert progress(tmp_path).state(ONE) is State.CUT_OFF
-    writer.write(ONE, Event.DONE)
+    writer.write(ONE, RunEvent.DONE)
     assert progress(tmp_path).state(ONE) is State.DONE
 
 
 @pytest.mark.parametrize(("seconds", "scale"), [(15.0, 1.5), (1.0, 0.5), (99.0, 3.0)])
 def test_expectations_follow_runs_of_the_same_kind(seconds, scale, writer, tmp_path):
-    writer.write(ONE, Event.DONE, seconds=seconds)
+    writer.write(ONE, RunEvent.DONE, seconds=seconds)
     assert progress(tmp_path).expected_s(TWO) == scale * 20.0
     assert progress(tmp_path).expected_s(PEER) == 30.0
 
 
 def test_results_that_lie_in_two_folders_count_once(writer, tmp_path):
-    writer.write(ONE, Event.STARTED)
+    writer.write(ONE, RunEvent.STARTED)
     copied = tmp_path / "copied"
     copied.mkdir()
     (copied / "a.jsonl").write_text((tmp_path / "a.jsonl").read_text())
-    writer.write(ONE, Event.DONE)
+    writer.write(ONE, RunEvent.DONE)
     found = run_records.read(LIST, [copied, tmp_path, tmp_path / "missing"])
-    assert [record.event for record in found.records] == [Event.STARTED, Event.DONE]
+    assert [record.event for record in found.records] == [
+        RunEvent.STARTED,
+        RunEvent.DONE,
+    ]
 
 
 def test_a_line_that_was_not_finished_is_left_out(writer, tmp_path, caplog):
-    writer.write(ONE, Event.STARTED)
+    writer.write(ONE, RunEvent.STARTED)
     with writer.path.open("a") as file:
         file.write('{"run": "on')
     assert len(progress(tmp_path).records) == 1
@@ -105,7 +108,7 @@ def test_a_line_that_was_not_finished_is_left_out(writer, tmp_path, caplog):
 
 
 def test_results_of_another_list_are_refused(writer, tmp_path):
-    writer.write(ONE, Event.STARTED)
+    writer.write(ONE, RunEvent.STARTED)
     other = dataclasses.replace(LIST, mesh="2x4")
     with pytest.raises(ConfigError, match=f"results of list {LIST.digest}, this one"):
         run_records.read(other, [tmp_path])

@@ -227,7 +227,7 @@ def test_a_run_that_cannot_end_in_time_is_not_started(tiny, capsys):
 
 def test_what_is_done_or_failed_is_left_alone(tiny, capsys):
     folder, listed = tiny
-    events = run_records.Event
+    events = run_records.RunEvent
     for one in listed.runs[:2]:
         write(folder, listed, one, events.STARTED, events.DONE)
     for one in listed.runs[2:]:
@@ -325,7 +325,7 @@ def test_too_few_devices_are_told(planned, capsys, monkeypatch):
 def test_results_of_another_list_are_refused(tiny, planned, capsys):
     folder, listed = tiny
     _, other = planned
-    write(folder, other, listed.runs[0], run_records.Event.STARTED)
+    write(folder, other, listed.runs[0], run_records.RunEvent.STARTED)
     assert run(folder, "--seconds_left", "90") == programs.BAD_INPUT
     error = capsys.readouterr().err
     assert f"results of list {other.digest}, this one is {listed.digest}" in error
