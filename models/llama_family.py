@@ -18,6 +18,7 @@ class LlamaShape:
     num_heads = property(lambda self: self.config.num_heads)
     num_kv_heads = property(lambda self: self.config.num_kv_heads)
     head_dim = property(lambda self: self.config.head_dim)
+    vocab_size = property(lambda self: self.config.vocab_size)
     num_parameters = property(lambda self: self.config.num_parameters)
 
     def with_layers(self, num_layers: int) -> "LlamaShape":

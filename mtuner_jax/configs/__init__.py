@@ -13,6 +13,7 @@ from mtuner_jax.configs.runs import (
     OptimizerConfig,
     Overlong,
     Platform,
+    Reasoning,
     RunConfig,
     TrainOn,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "OptimizerConfig",
     "Overlong",
     "Platform",
+    "Reasoning",
     "RunConfig",
     "TrainOn",
 ]

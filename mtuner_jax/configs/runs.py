@@ -1,6 +1,7 @@
 """A training run, and the parts of it that have a config of their own."""
 
 import dataclasses
+import datetime
 import enum
 
 from mtuner_jax.configs import errors
@@ -65,6 +66,13 @@ class OnBadSample(enum.StrEnum):
     SKIP = "skip"
 
 
+class Reasoning(enum.StrEnum):
+    """What happens to the reasoning of an assistant's message."""
+
+    KEEP = "keep"
+    DROP = "drop"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DatasetConfig:
     """Where samples come from and how a line becomes tokens and loss mask.
@@ -73,7 +81,13 @@ class DatasetConfig:
       path: JSONL file or files; empty means the instruction set that ships.
       format: `auto`, `messages`, `prompt_completion` or `alpaca`.
       train_on: Tokens with loss; `auto` means the assistant's or completion's.
-      chat_template: Jinja file that replaces the tokenizer's own template.
+      chat_template: Jinja file that replaces the tokenizer's own template, or the
+        name of one of several that it has.
+      template_date: The day that chat templates are told, as YYYY-MM-DD.
+      reasoning: Keep `reasoning_content` of messages, which the chat template then
+        has to show, or drop it.
+      special_tokens_in_content: Have special tokens within messages be tokens, not
+        text; a message can then end its turn and begin another one.
       overlong: What to do with samples longer than `max_length`.
       on_bad_sample: Stop at an unusable line, or skip and count it.
     """
@@ -82,8 +96,20 @@ class DatasetConfig:
     format: str = "auto"
     train_on: TrainOn = TrainOn.AUTO
     chat_template: str = ""
+    template_date: str = "2024-07-26"
+    reasoning: Reasoning = Reasoning.KEEP
+    special_tokens_in_content: bool = False
     overlong: Overlong = Overlong.TRUNCATE
     on_bad_sample: OnBadSample = OnBadSample.ERROR
+
+    def __post_init__(self):
+        try:
+            datetime.date.fromisoformat(self.template_date)
+        except ValueError:
+            raise errors.ConfigError(
+                f"dataset.template_date={self.template_date!r} is no date such as "
+                "2024-07-26"
+            ) from None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

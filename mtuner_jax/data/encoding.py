@@ -12,7 +12,7 @@ import numpy as np
 import tokenizers
 import transformers
 
-from mtuner_jax.data import errors
+from mtuner_jax.data import errors, special_tokens
 
 # Longer texts are cut before tokenizing, far behind what max_length can reach.
 LONG_TEXT_CHARS = 2**20
@@ -42,6 +42,7 @@ class Encoder:
       adds_bos: Whether the tokenizer by itself puts BOS before a text.
       end_texts: Special tokens that end a turn.
       end_ids: Their ids.
+      special: The special tokens, and text that only looks like them.
       digest: SHA-256 of the tokenizer, without its padding and truncation settings.
     """
 
@@ -53,6 +54,7 @@ class Encoder:
                 "convert it to a fast tokenizer"
             )
         self._backend, self.digest = _plain_copy(backend)
+        self.special = special_tokens.SpecialTokens(self._backend)
         self._longest_token_chars = max(map(len, self._backend.get_vocab()), default=1)
         self.bos_id = self._id(tokenizer.bos_token)
         self.eos_id = self._id(tokenizer.eos_token)
@@ -64,12 +66,16 @@ class Encoder:
         )
         self.end_ids = frozenset(map(self._id, self.end_texts))
 
-    def encode(self, text: str, *, max_length: int) -> tuple[list[int], np.ndarray]:
+    def encode(
+        self, text: str, *, max_length: int, shielded: bool = False
+    ) -> tuple[list[int], np.ndarray]:
         """Tokenizes, with each token's place in the text.
 
         Args:
           max_length: Tokens that will be used; a very long text may be cut, but
             never before more than `max_length` tokens of it.
+          shielded: Whether what `special.shield` replaced may be in it; it is text
+            again then, no special token.
 
         Returns:
           Ids, and [tokens, 2] first and last-plus-one characters.
@@ -77,6 +83,8 @@ class Encoder:
         if len(text) > LONG_TEXT_CHARS:
             reach = 2 * (max_length + 1) * self._longest_token_chars
             text = text[: max(LONG_TEXT_CHARS, reach)]
+        if shielded and special_tokens.shielded(text):
+            return self.special.encode(text)
         encoding = self._backend.encode(text, add_special_tokens=False)
         return encoding.ids, np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
 

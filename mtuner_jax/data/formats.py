@@ -53,11 +53,15 @@ class Chat:
       messages: Objects with at least `role` and `content`, both strings.
       num_prompt: Leading messages that belong to the prompt; the rest is completion.
       auto: What `train_on: auto` means for it.
+      tools: What the assistant may call, as JSON schemas.
+      trained: Whether each message carries loss; None leaves it to `train_on`.
     """
 
     messages: Sequence[Message]
     num_prompt: int
     auto: configs.TrainOn
+    tools: Sequence[Any] | None = None
+    trained: tuple[bool | None, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -46,21 +46,20 @@ def load(
     *,
     global_batch_size: int,
     eval_batch_size: int = 0,
+    num_rows: int = 0,
 ) -> RunData:
     """Reads and tokenizes a run's data; touches no device.
 
     Args:
       global_batch_size: Rows of an optimizer step.
       eval_batch_size: Rows of an evaluation batch; 0 means the global batch size.
+      num_rows: Rows of the model's embedding table; 0 does not check token ids.
 
     Raises:
       DataError: There is something the user has to change.
     """
     renderer = rendering.Renderer(
-        tokenizer,
-        train_on=run.dataset.train_on,
-        chat_template=run.dataset.chat_template,
-        max_length=run.max_length,
+        tokenizer, run.dataset, max_length=run.max_length, num_rows=num_rows
     )
     paths = run.dataset.path or (shipped_path(),)
     dataset = _ingest(run, renderer, paths=paths, name="training")

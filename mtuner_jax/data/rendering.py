@@ -1,13 +1,15 @@
 """Examples to token ids and the mask of tokens that carry loss."""
 
+import datetime
 import logging
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import transformers
 
 from mtuner_jax import configs
-from mtuner_jax.data import encoding, errors, formats, templates
+from mtuner_jax.data import contents, encoding, errors, formats, templates
 
 logger = logging.getLogger(__name__)
 
@@ -39,21 +41,35 @@ class Renderer:
     def __init__(
         self,
         tokenizer: transformers.PreTrainedTokenizerBase,
+        dataset: configs.DatasetConfig,
         *,
-        train_on: TrainOn = TrainOn.AUTO,
-        chat_template: str = "",
         max_length: int,
+        num_rows: int = 0,
     ):
+        """Makes the renderer of a run.
+
+        Args:
+          tokenizer: A fast tokenizer.
+          dataset: The run's data settings.
+          max_length: Tokens of a row.
+          num_rows: Rows of the model's embedding table; 0 does not check ids.
+
+        Raises:
+          DataError: The tokenizer or the chat template cannot be used.
+        """
         self.encoder = encoding.Encoder(tokenizer)
-        self.train_on = train_on
+        self.train_on = dataset.train_on
         self.max_length = max_length
-        source = templates.load_source(tokenizer, chat_template)
+        self._dataset = dataset
+        self._num_rows = num_rows
+        source = templates.load_source(tokenizer, dataset.chat_template)
         self.template: templates.ChatTemplate | None = None
         if source:
             self.template = templates.ChatTemplate(
                 source,
                 special_tokens=_named_tokens(tokenizer),
                 end_texts=self.encoder.end_texts,
+                date=datetime.date.fromisoformat(dataset.template_date),
             )
         if self.encoder.eos_id is None:
             logger.warning(
@@ -65,7 +81,8 @@ class Renderer:
         """Tokenizes an example and marks the tokens that carry loss.
 
         Raises:
-          SampleError: Nothing in it carries loss, or the template refuses it.
+          SampleError: Nothing in it carries loss, the template refuses it or loses a
+            part of it, or a token has no row in the model's embedding table.
         """
         if isinstance(example, formats.Plain):
             tokens = self._plain(example)
@@ -74,6 +91,7 @@ class Renderer:
         if self.train_on is TrainOn.ALL:
             tokens.trained[:] = True
         tokens.trained[:1] = False
+        self._check_ids(tokens.ids)
         return tokens
 
     def prompt_ids(self, messages: list[formats.Message]) -> list[int]:
@@ -101,18 +119,18 @@ class Renderer:
 
     def _chat(self, example: formats.Chat) -> RenderedTokens:
         template = self._needed_template()
-        if self.train_on is TrainOn.ALL:
-            rendered = templates.Rendered(
-                text=template.render(example.messages), spans=()
+        turns = self._trained_turns(example)
+        messages, tools = self._shown(example)
+        rendered = template.render_turns(messages, turns, tools=tools)
+        if not rendered.spans and turns:
+            raise errors.SampleError(
+                "no trained token", "the chat template shows no assistant text"
             )
-        else:
-            turns = self._trained_turns(example)
-            rendered = template.render_turns(example.messages, turns)
-            if not rendered.spans:
-                raise errors.SampleError(
-                    "no trained token", "the chat template shows no assistant text"
-                )
-        ids, places = self.encoder.encode(rendered.text, max_length=self.max_length)
+        ids, places = self.encoder.encode(
+            rendered.text,
+            max_length=self.max_length,
+            shielded=not self._dataset.special_tokens_in_content,
+        )
         bos_id = self.encoder.bos_id
         if bos_id is not None and ids[:2] == [bos_id, bos_id]:
             raise errors.SampleError(
@@ -122,18 +140,64 @@ class Renderer:
             np.asarray(ids, np.int32), _overlaps(places, rendered.spans)
         )
 
+    def _shown(
+        self, example: formats.Chat
+    ) -> tuple[Sequence[formats.Message], Sequence[Any] | None]:
+        """Messages and tools as they are rendered."""
+        messages, tools = example.messages, example.tools
+        if self._dataset.reasoning is configs.Reasoning.DROP:
+            messages = [
+                {key: m[key] for key in m if key not in contents.REASONING}
+                for m in messages
+            ]
+        if self._dataset.special_tokens_in_content:
+            return messages, tools
+        special = self.encoder.special
+        return [special.shield(message) for message in messages], special.shield(tools)
+
     def _trained_turns(self, example: formats.Chat) -> list[int]:
+        """Assistant messages that carry loss; none where the whole text does."""
+        roles = [message["role"] for message in example.messages]
+        flags = example.trained or (None,) * len(roles)
+        if self.train_on is TrainOn.ALL:
+            if False in flags:
+                raise errors.SampleError(
+                    "no part can be left out",
+                    f"messages[{flags.index(False)}] is not to be trained on, and "
+                    "train_on: all trains on everything",
+                )
+            return []
         train_on = example.auto if self.train_on is TrainOn.AUTO else self.train_on
         first = example.num_prompt if train_on is TrainOn.COMPLETION else 0
-        roles = [message["role"] for message in example.messages]
-        turns = [i for i in range(first, len(roles)) if roles[i] == "assistant"]
+        turns = []
+        for index, (role, flag) in enumerate(zip(roles, flags, strict=True)):
+            if flag and role != "assistant":
+                raise errors.SampleError(
+                    "not an assistant's turn",
+                    f"messages[{index}] of role {role!r} can't be trained on",
+                )
+            default = role == "assistant" and index >= first
+            if default if flag is None else flag:
+                turns.append(index)
         if not turns:
             raise errors.SampleError(
                 "no trained token",
                 f"train_on={train_on} finds no assistant message in roles "
-                f"{roles[first:]}",
+                f"{roles[first:]}"
+                + (" that is to be trained on" if False in flags else ""),
             )
         return turns
+
+    def _check_ids(self, ids: np.ndarray) -> None:
+        if not self._num_rows or not len(ids) or int(ids.max()) < self._num_rows:
+            return
+        token = int(ids.max())
+        raise errors.SampleError(
+            "token without a row",
+            f"token {token} ({self.encoder.decode([token])!r}) is beyond the "
+            f"{self._num_rows:,} rows of the model's embedding table; use the "
+            "tokenizer that came with the model, or a model whose table was resized",
+        )
 
     def _needed_template(self) -> templates.ChatTemplate:
         if self.template is None:

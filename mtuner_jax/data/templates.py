@@ -1,13 +1,17 @@
 """Chat templates: messages to text, and which characters of it carry loss.
 
 A template with `{% generation %}` marks them itself. For the others they are derived:
-the text of the messages before an assistant's turn, with the generation prompt, must
-be a prefix of the text that includes the turn, and that a prefix of the whole; what
-lies between is the turn. A template for which this does not hold (one that rewrites
-earlier turns, for example) is refused rather than trained on the wrong tokens.
+a turn begins behind what the model is prompted with at that point (the messages before
+it, with the generation prompt), which must be how the whole conversation begins, and
+ends with the first end-of-turn token behind the message's own text. So a model is
+trained on exactly what it has to answer, where it has to. A template for which this
+does not hold (one that rewrites what came before) is refused rather than trained on
+the wrong tokens. Whatever a message says must be in the text (`contents`).
 """
 
 import dataclasses
+import datetime
+import json
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
@@ -17,15 +21,14 @@ import jinja2
 import transformers
 from transformers.utils import chat_template_utils
 
-from mtuner_jax.data import errors, formats
+from mtuner_jax.data import contents, errors, formats
 
-Span = tuple[int, int]
+Span = contents.Span
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-# Templates of Llama 3.x print today's date unless they are given one. A fixed one (the
-# templates' own fallback) keeps the tokens of a run the same on the next day.
-DATE_STRING = "26 Jul 2024"
+_MARKS = "give a dataset.chat_template with {% generation %}"
+# Written in front of an answer that has no reasoning; nothing to be learnt.
+_EMPTY_REASONING = re.compile(r"\s*<(think|thinking|seed:think)>\s*</\1>\s*")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,21 +45,38 @@ class Rendered:
 
 
 def load_source(
-    tokenizer: transformers.PreTrainedTokenizerBase, path: str
+    tokenizer: transformers.PreTrainedTokenizerBase, asked: str
 ) -> str | None:
-    """Returns the template of the file, or else the tokenizer's own, if it has one."""
-    if path:
+    """The template of that name or in that file, or else the tokenizer's own, if any.
+
+    Raises:
+      DataError: No such name or file, or several templates and none is the default.
+    """
+    own: Any = tokenizer.chat_template
+    named = own if isinstance(own, dict) else {}
+    if asked and asked not in named:
         try:
-            return pathlib.Path(path).read_text(encoding="utf-8")
+            return pathlib.Path(asked).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise errors.DataError(f"dataset.chat_template={path!r}: {error}") from None
-    if tokenizer.chat_template is None:
-        return None
-    return tokenizer.get_chat_template()
+            names = f"; the tokenizer's own are {sorted(named)}" if named else ""
+            raise errors.DataError(
+                f"dataset.chat_template={asked!r}: {error}{names}"
+            ) from None
+    if named and (asked or "default") not in named:
+        raise errors.DataError(
+            f"the tokenizer has several chat templates and none is the default; choose "
+            f"one of them with dataset.chat_template: {sorted(named)}"
+        )
+    return named[asked or "default"] if named else own
 
 
 class ChatTemplate:
-    """Renders conversations; `end_texts` are the tokens that can end a turn."""
+    """Renders conversations; `end_texts` are the tokens that can end a turn.
+
+    Attributes:
+      source: The Jinja text.
+      marks_generation: Whether it marks what carries loss.
+    """
 
     def __init__(
         self,
@@ -64,11 +84,15 @@ class ChatTemplate:
         *,
         special_tokens: Mapping[str, str],
         end_texts: Sequence[str],
+        date: datetime.date,
     ):
         self.source = source
         self.marks_generation = bool(_GENERATION.search(source))
+        # Templates print today's date in two ways. A fixed one keeps the tokens of a
+        # run the same on the next day.
+        self._dated_source = _with_date(source, date)
         self._variables: dict[str, Any] = {
-            "date_string": DATE_STRING,
+            "date_string": date.strftime("%d %b %Y"),
             **special_tokens,
         }
         self._end_texts = tuple(end_texts)
@@ -78,6 +102,7 @@ class ChatTemplate:
         self,
         messages: Sequence[formats.Message],
         *,
+        tools: Sequence[Any] | None = None,
         add_generation_prompt: bool = False,
     ) -> str:
         """Renders messages to text, special tokens written out.
@@ -85,31 +110,50 @@ class ChatTemplate:
         Raises:
           SampleError: The template refuses these messages.
         """
-        text, _ = self._render(messages, add_generation_prompt, mark=False)
-        return text
+        return self._render(messages, tools, add_generation_prompt, mark=False)[0]
 
     def render_turns(
-        self, messages: Sequence[formats.Message], turns: Sequence[int]
+        self,
+        messages: Sequence[formats.Message],
+        turns: Sequence[int],
+        *,
+        tools: Sequence[Any] | None = None,
     ) -> Rendered:
         """Renders messages and finds the text of the turns that carry loss.
 
         Args:
-          turns: Indices of assistant messages.
+          messages: The conversation.
+          turns: Indices of assistant messages; none if only the text is wanted.
+          tools: What the assistant may call, as JSON schemas.
 
         Raises:
-          SampleError: The template refuses the messages, or can't tell the turns.
+          SampleError: The template refuses the messages, loses some of what they say,
+            or can't tell the turns.
         """
-        if self.marks_generation:
-            text, spans = self._marked(messages, turns)
+        if self.marks_generation and turns:
+            text, spans = self._marked(messages, turns, tools)
         else:
-            text, spans = self._derived(messages, turns)
-        spans = tuple(self._to_end_of_turn(text, span) for span in spans)
+            text = self.render(messages, tools=tools)
+            spans = [
+                self._derived(messages, turn, tools=tools, text=text) for turn in turns
+            ]
+        contents.check(text, messages, turns=turns)
+        if tools and text == self.render(messages):
+            raise errors.SampleError(
+                "lost by the chat template",
+                "it shows no tools; leave them out, or give a dataset.chat_template "
+                "that shows them",
+            )
         return Rendered(text=text, spans=tuple(s for s in spans if s[0] < s[1]))
 
     def _marked(
-        self, messages: Sequence[formats.Message], turns: Sequence[int]
+        self,
+        messages: Sequence[formats.Message],
+        turns: Sequence[int],
+        tools: Sequence[Any] | None,
     ) -> tuple[str, list[Span]]:
-        text, spans = self._render(messages, False, mark=True)
+        text, marks = self._render(messages, tools, False, mark=True)
+        spans = [self._with_end(text, mark) for mark in marks]
         assistants = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         if list(turns) == assistants:
             return text, spans
@@ -121,55 +165,124 @@ class ChatTemplate:
             )
         return text, [spans[assistants.index(turn)] for turn in turns]
 
-    def _derived(
-        self, messages: Sequence[formats.Message], turns: Sequence[int]
-    ) -> tuple[str, list[Span]]:
-        text = self.render(messages)
-        spans = []
-        for turn in turns:
-            if turn == 0:
-                raise errors.SampleError(
-                    "chat template", "the assistant's message has none before it"
-                )
-            head = self.render(messages[:turn], add_generation_prompt=True)
-            is_last = turn + 1 == len(messages)
-            whole = text if is_last else self.render(messages[: turn + 1])
-            if not (whole.startswith(head) and text.startswith(whole)):
-                raise errors.SampleError(
-                    "chat template",
-                    f"the text up to message {turn} changes with what follows, so its "
-                    "tokens can't be told; give a dataset.chat_template with "
-                    "{% generation %}, or train_on: completion or all",
-                )
-            spans.append((len(head), len(whole)))
-        return text, spans
-
-    def _to_end_of_turn(self, text: str, span: Span) -> Span:
-        # A turn ends with its end-of-turn token, not before and not behind.
-        start, end = span
+    def _with_end(self, text: str, mark: Span) -> Span:
+        """What is marked, up to its end-of-turn token, which may stand behind it."""
+        start, end = mark
         turn = text[start:end].rstrip()
         if turn.endswith(self._end_texts):
             return start, start + len(turn)
         for end_text in self._end_texts:
             if text.startswith(end_text, end):
                 return start, end + len(end_text)
-        return span
+        return mark
+
+    def _derived(
+        self,
+        messages: Sequence[formats.Message],
+        turn: int,
+        *,
+        tools: Sequence[Any] | None,
+        text: str,
+    ) -> Span:
+        if turn == 0:
+            raise errors.SampleError(
+                "chat template", "the assistant's message has none before it"
+            )
+        head = self.render(messages[:turn], tools=tools, add_generation_prompt=True)
+        if not text.startswith(head):
+            raise self._unlike(messages, turn, tools=tools, head=head, text=text)
+        start = len(head)
+        if not any(messages[turn].get(key) for key in contents.REASONING):
+            empty = _EMPTY_REASONING.match(text, start)
+            start = empty.end() if empty else start
+        said = contents.end(text, messages[turn], start)
+        place, end = self._first_end(text, said)
+        is_last = turn + 1 == len(messages)
+        if place >= 0 and not is_last:
+            # Another message's end, unless nothing of the next message is before it.
+            after = contents.of(messages[turn + 1])
+            if not after or any(piece.find(text[said:place], 0) for piece in after):
+                place = -1
+        if place >= 0:
+            return start, end
+        whole = text if is_last else self.render(messages[: turn + 1], tools=tools)
+        if not text.startswith(whole):
+            raise errors.SampleError(
+                "chat template",
+                f"the end of message {turn} can't be told, since the template writes "
+                f"no end-of-turn token; {_MARKS}",
+            )
+        return start, len(whole)
+
+    def _first_end(self, text: str, start: int) -> Span:
+        """The first end-of-turn token from `start` on; -1 as its place if none."""
+        ends = [
+            (place, place + len(end_text))
+            for end_text in self._end_texts
+            if (place := text.find(end_text, start)) >= 0
+        ]
+        return min(ends, default=(-1, -1))
+
+    def _unlike(
+        self,
+        messages: Sequence[formats.Message],
+        turn: int,
+        *,
+        tools: Sequence[Any] | None,
+        head: str,
+        text: str,
+    ) -> errors.SampleError:
+        """Says where the prompt for a turn and the conversation part."""
+        same = next(
+            (
+                i
+                for i, pair in enumerate(zip(head, text, strict=False))
+                if pair[0] != pair[1]
+            ),
+            min(len(head), len(text)),
+        )
+        last = max(i for i, m in enumerate(messages) if m["role"] == "assistant")
+        remedies = [_MARKS]
+        if turn != last:
+            prompt = self.render(
+                messages[:last], tools=tools, add_generation_prompt=True
+            )
+            if text.startswith(prompt):
+                remedies.append("train_on: completion, the last turn only")
+        return errors.SampleError(
+            "chat template",
+            f"the text up to message {turn} changes with what follows: the prompt for "
+            f"it goes on with {head[same : same + 40]!r} where the conversation has "
+            f"{text[same : same + 40]!r}; {'; '.join(remedies)}; or train_on: all",
+        )
 
     def _render(
         self,
         messages: Sequence[formats.Message],
+        tools: Sequence[Any] | None,
         add_generation_prompt: bool,  # noqa: FBT001
         *,
         mark: bool,
     ) -> tuple[str, list[Span]]:
-        try:
-            texts, spans = chat_template_utils.render_jinja_template(
-                conversations=[[_without_nulls(message) for message in messages]],
-                chat_template=self.source,
+        def render(arguments: type) -> tuple[list[str], list[Any]]:
+            shown = [_for_template(message, arguments) for message in messages]
+            return chat_template_utils.render_jinja_template(
+                conversations=[shown],
+                tools=list(tools) if tools else None,
+                chat_template=self._dated_source,
                 return_assistant_tokens_mask=mark,
                 add_generation_prompt=add_generation_prompt,
                 **self._variables,
             )
+
+        try:
+            try:
+                texts, spans = render(dict)
+            except (jinja2.TemplateError, TypeError):
+                if not any(message.get("tool_calls") for message in messages):
+                    raise
+                # Some families' templates (DeepSeek's) want arguments as JSON text.
+                texts, spans = render(str)
         except (jinja2.TemplateError, TypeError) as error:
             raise errors.SampleError("chat template", str(error)) from None
         marked = [(int(start), int(end)) for start, end in spans[0]] if mark else []
@@ -178,13 +291,57 @@ class ChatTemplate:
     def _check_syntax(self) -> None:
         # Compiling shows syntax errors; that these messages may be refused is fine.
         try:
-            self._render([{"role": "user", "content": "a"}], False, mark=False)
+            self.render([{"role": "user", "content": "a"}])
         except errors.SampleError as error:
             if isinstance(error.__context__, jinja2.TemplateSyntaxError):
                 line = error.__context__.lineno
                 raise errors.DataError(f"{error} in its line {line}") from None
 
 
-def _without_nulls(message: formats.Message) -> formats.Message:
-    # Templates ask whether a key is there, as in `message.tool_calls is defined`.
-    return {key: value for key, value in message.items() if value is not None}
+def _with_date(source: str, date: datetime.date) -> str:
+    """A template with the texts of this date in place of calls of `strftime_now`."""
+    dated = re.sub(
+        r"strftime_now\(\s*(['\"])(.*?)\1\s*\)",
+        lambda call: repr(date.strftime(call[2])),
+        source,
+    )
+    if re.search(r"strftime_now\s*\(", dated):
+        raise errors.DataError(
+            "the chat template calls strftime_now with something else than a text, so "
+            "its tokens would change from day to day; give a dataset.chat_template "
+            "without"
+        )
+    return dated
+
+
+def _for_template(message: formats.Message, arguments: type) -> formats.Message:
+    """A message as templates expect it.
+
+    Templates ask whether a key is there, as in `message.tool_calls is defined`; only
+    `content` may be null. Arguments of calls are objects, or JSON text.
+    """
+    shown = {
+        key: value
+        for key, value in message.items()
+        if value is not None or key == "content"
+    }
+    if message.get("tool_calls"):
+        shown["tool_calls"] = [_call(call, arguments) for call in message["tool_calls"]]
+    return shown
+
+
+def _call(call: Any, arguments: type) -> Any:
+    if not isinstance(call, dict):
+        return call
+    if isinstance(call.get("function"), dict):
+        return call | {"function": _call(call["function"], arguments)}
+    given = call.get("arguments")
+    if arguments is str and isinstance(given, dict):
+        return call | {"arguments": json.dumps(given, ensure_ascii=False)}
+    if arguments is dict and isinstance(given, str):
+        try:
+            parsed = json.loads(given)
+        except ValueError:
+            return call
+        return call | {"arguments": parsed} if isinstance(parsed, dict) else call
+    return call

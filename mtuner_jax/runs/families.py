@@ -34,6 +34,11 @@ class ModelShape(Protocol):
         ...
 
     @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding table (V)."""
+        ...
+
+    @property
     def num_parameters(self) -> int:
         """Weights of the whole model."""
         ...

@@ -50,7 +50,12 @@ def train(config: RunConfig, family: Family, *, argv: Sequence[str] = ()) -> Non
         opened = opening.open_model(family, config)
         _check_size(config, opened, on_gpu=devices.on_gpu)
         rows = _rows_per_step(config, devices.mesh.size)
-        data = loading.load(config, opened.tokenizer, global_batch_size=rows)
+        data = loading.load(
+            config,
+            opened.tokenizer,
+            global_batch_size=rows,
+            num_rows=opened.shape.vocab_size,
+        )
         total_steps = loops.num_steps(
             config, steps_per_epoch=data.train.steps_per_epoch
         )

@@ -28,7 +28,9 @@ def write(path, *rows):
 def ingest(
     *paths, max_length=64, overlong="truncate", on_bad_sample="error", format="auto"
 ):
-    renderer = rendering.Renderer(TOKENIZER, max_length=max_length)
+    renderer = rendering.Renderer(
+        TOKENIZER, configs.DatasetConfig(), max_length=max_length
+    )
     policy = ingestion.Policy(
         format=formats.choose(format),
         overlong=configs.Overlong(overlong),
@@ -138,7 +140,7 @@ def test_400_nulls_before_a_string_do_not_fix_a_type(tmp_path):
 
 def test_data_without_an_end_of_turn_is_said(tmp_path, caplog):
     bare = chat_tokenizers.chatml("{% for m in messages %}{{ m.content }}{% endfor %}")
-    renderer = rendering.Renderer(bare, max_length=64)
+    renderer = rendering.Renderer(bare, configs.DatasetConfig(), max_length=64)
     policy = ingestion.Policy(
         format=None,
         overlong=configs.Overlong.TRUNCATE,
@@ -164,7 +166,9 @@ def test_digest_depends_on_content_only(tmp_path):
 def test_the_shown_sample_marks_its_trained_tokens(tmp_path):
     path = write(tmp_path / "data.jsonl", row("what", "that"))
     dataset = ingest(path)
-    encoder = rendering.Renderer(TOKENIZER, max_length=64).encoder
+    encoder = rendering.Renderer(
+        TOKENIZER, configs.DatasetConfig(), max_length=64
+    ).encoder
     assert summaries.show_mask(dataset, encoder, index=0) == (
         "<|im_start|>user\nwhat<|im_end|>\n<|im_start|>assistant\n"
         ">>>that<|im_end|><<<\n"

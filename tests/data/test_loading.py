@@ -245,3 +245,21 @@ def test_the_shipped_set_is_made_the_same_way_each_time(tmp_path):
     assert len(set(answers)) == len(answers) >= 300
     assert max(map(len, answers)) <= 260
     assert (tmp_path / "0.LICENSE.md").read_text().count("PSF-2.0") == 1
+
+
+def test_tokens_without_a_row_are_told_of_evaluation_files_too(tmp_path):
+    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
+    good.write_text('{"prompt": "a", "completion": "b"}\n')
+    bad.write_text('{"prompt": "a", "completion": "<|x|>"}\n')
+    tokenizer = chat_tokenizers.chatml()
+    rows = len(tokenizer)
+    tokenizer.add_tokens(["<|x|>"])
+    for train, held_out in ((good, bad), (bad, good)):
+        run = configs.RunConfig(
+            dataset=configs.DatasetConfig(path=(str(train),)),
+            eval_dataset=(str(held_out),),
+        )
+        with pytest.raises(
+            errors.DataError, match=rf"bad.jsonl:1: .*'<\|x\|>'.*{rows}"
+        ):
+            loading.load(run, tokenizer, global_batch_size=1, num_rows=rows)
