@@ -6,6 +6,7 @@ order, or the sample is refused: a model must not be trained on half of it in si
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from mtuner_jax.data import errors
 
 Span = tuple[int, int]
 REASONING = ("reasoning_content", "reasoning", "thinking")
+_INLINE = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
 # Some templates move these to another turn.
 _PLACED_ANYWHERE = ("system", "developer")
 
@@ -47,6 +49,22 @@ def of(message: Mapping[str, Any]) -> list[Piece]:
         for name, leaf in _leaves(key, value)
         if (forms := _forms(leaf))
     ]
+
+
+def reasoning(message: Mapping[str, Any]) -> str:
+    """What the assistant thought: a field of its own, or in front of its answer."""
+    for key in REASONING:
+        if message.get(key):
+            return message[key]
+    inline = _INLINE.match(message.get("content") or "")
+    return inline[1].strip() if inline else ""
+
+
+def answer(message: Mapping[str, Any]) -> str:
+    """What a message says beside its reasoning."""
+    said = message.get("content") or ""
+    inline = _INLINE.match(said)
+    return (inline[2] if inline else said).strip()
 
 
 def check(
@@ -106,17 +124,26 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, list):
         for index, entry in enumerate(value):
             yield from _leaves(f"{name}[{index}]", entry)
-    elif name.endswith(".arguments") and isinstance(value, str):
+    elif isinstance(value, str):
+        yield from _text_leaves(name, value)
+    elif value is not None:
+        yield name, value
+
+
+def _text_leaves(name: str, value: str) -> Iterator[tuple[str, Any]]:
+    """A text, or the parts that templates write apart from each other."""
+    if name == "content" and (inline := _INLINE.match(value)):
+        yield from ((name, part) for part in inline.groups())
+        return
+    if name.endswith(".arguments"):
         try:
             parsed = json.loads(value)
         except ValueError:
             parsed = None
         if isinstance(parsed, dict):
             yield from _leaves(name, parsed)
-        else:
-            yield name, value
-    elif value is not None:
-        yield name, value
+            return
+    yield name, value
 
 
 def _forms(leaf: Any) -> tuple[str, ...]:

@@ -31,8 +31,8 @@ class SpecialTokens:
     def __init__(self, backend: tokenizers.Tokenizer):
         self._backend = backend
         added = json.loads(backend.to_str())["added_tokens"]
-        texts = [token["content"] for token in added if token["special"]]
-        self.texts = sorted(texts, key=len, reverse=True)
+        texts: list[str] = [token["content"] for token in added if token["special"]]
+        self.texts = sorted(texts, key=lambda text: -len(text))
         self._pattern = re.compile("|".join(map(re.escape, self.texts)) or r"(?!)")
         self._to_shield = re.compile(f"{self._pattern.pattern}|{_SHIELDS.pattern}")
         # What each shield stands for: special tokens, and characters of the plane
@@ -104,7 +104,7 @@ def shielded(text: str) -> bool:
 
 def _renamed(
     backend: tokenizers.Tokenizer, texts: Sequence[str]
-) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
+) -> tuple[tokenizers.Tokenizer, dict[Any, Any]]:
     """A copy with special tokens under other names, and {its ids: the true ids}."""
     spec = json.loads(backend.to_str())
     for token in spec["added_tokens"]:

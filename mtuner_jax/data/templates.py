@@ -28,7 +28,8 @@ Span = contents.Span
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MARKS = "give a dataset.chat_template with {% generation %}"
 # Written in front of an answer that has no reasoning; nothing to be learnt.
-_EMPTY_REASONING = re.compile(r"\s*<(think|thinking|seed:think)>\s*</\1>\s*")
+_EMPTY_REASONING = re.compile(r"\s*(<think>\s*)?</think>\s*")
+_OPENED_REASONING = re.compile(r"<think>\s*")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,10 +134,7 @@ class ChatTemplate:
         if self.marks_generation and turns:
             text, spans = self._marked(messages, turns, tools)
         else:
-            text = self.render(messages, tools=tools)
-            spans = [
-                self._derived(messages, turn, tools=tools, text=text) for turn in turns
-            ]
+            text, spans = self._derived(messages, turns, tools)
         contents.check(text, messages, turns=turns)
         if tools and text == self.render(messages):
             raise errors.SampleError(
@@ -179,22 +177,42 @@ class ChatTemplate:
     def _derived(
         self,
         messages: Sequence[formats.Message],
+        turns: Sequence[int],
+        tools: Sequence[Any] | None,
+    ) -> tuple[str, list[Span]]:
+        if 0 in turns:
+            raise errors.SampleError(
+                "chat template", "the assistant's message has none before it"
+            )
+        text = self.render(messages, tools=tools)
+        heads = [
+            self.render(messages[:turn], tools=tools, add_generation_prompt=True)
+            for turn in turns
+        ]
+        if turns and turns[-1] + 1 == len(messages):
+            text = _behind_prompt(messages, heads[-1], text)
+        spans = []
+        for turn, head in zip(turns, heads, strict=True):
+            if not text.startswith(head):
+                raise self._unlike(messages, turn, tools=tools, head=head, text=text)
+            start = len(head)
+            if not contents.reasoning(messages[turn]):
+                empty = _EMPTY_REASONING.match(text, start)
+                start = empty.end() if empty else start
+            end = self._end(messages, turn, tools=tools, text=text, start=start)
+            spans.append((start, end))
+        return text, spans
+
+    def _end(
+        self,
+        messages: Sequence[formats.Message],
         turn: int,
         *,
         tools: Sequence[Any] | None,
         text: str,
-    ) -> Span:
-        if turn == 0:
-            raise errors.SampleError(
-                "chat template", "the assistant's message has none before it"
-            )
-        head = self.render(messages[:turn], tools=tools, add_generation_prompt=True)
-        if not text.startswith(head):
-            raise self._unlike(messages, turn, tools=tools, head=head, text=text)
-        start = len(head)
-        if not any(messages[turn].get(key) for key in contents.REASONING):
-            empty = _EMPTY_REASONING.match(text, start)
-            start = empty.end() if empty else start
+        start: int,
+    ) -> int:
+        """Where a turn that begins at `start` ends."""
         said = contents.end(text, messages[turn], start)
         place, end = self._first_end(text, said)
         is_last = turn + 1 == len(messages)
@@ -204,7 +222,7 @@ class ChatTemplate:
             if not after or any(piece.find(text[said:place], 0) for piece in after):
                 place = -1
         if place >= 0:
-            return start, end
+            return end
         whole = text if is_last else self.render(messages[: turn + 1], tools=tools)
         if not text.startswith(whole):
             raise errors.SampleError(
@@ -212,7 +230,7 @@ class ChatTemplate:
                 f"the end of message {turn} can't be told, since the template writes "
                 f"no end-of-turn token; {_MARKS}",
             )
-        return start, len(whole)
+        return len(whole)
 
     def _first_end(self, text: str, start: int) -> Span:
         """The first end-of-turn token from `start` on; -1 as its place if none."""
@@ -233,21 +251,14 @@ class ChatTemplate:
         text: str,
     ) -> errors.SampleError:
         """Says where the prompt for a turn and the conversation part."""
-        same = next(
-            (
-                i
-                for i, pair in enumerate(zip(head, text, strict=False))
-                if pair[0] != pair[1]
-            ),
-            min(len(head), len(text)),
-        )
+        same = _num_same(head, text)
         last = max(i for i, m in enumerate(messages) if m["role"] == "assistant")
         remedies = [_MARKS]
         if turn != last:
             prompt = self.render(
                 messages[:last], tools=tools, add_generation_prompt=True
             )
-            if text.startswith(prompt):
+            if _behind_prompt(messages, prompt, text).startswith(prompt):
                 remedies.append("train_on: completion, the last turn only")
         return errors.SampleError(
             "chat template",
@@ -264,7 +275,7 @@ class ChatTemplate:
         *,
         mark: bool,
     ) -> tuple[str, list[Span]]:
-        def render(arguments: type) -> tuple[list[str], list[Any]]:
+        def render(arguments: type) -> Any:
             shown = [_for_template(message, arguments) for message in messages]
             return chat_template_utils.render_jinja_template(
                 conversations=[shown],
@@ -296,6 +307,41 @@ class ChatTemplate:
             if isinstance(error.__context__, jinja2.TemplateSyntaxError):
                 line = error.__context__.lineno
                 raise errors.DataError(f"{error} in its line {line}") from None
+
+
+def _behind_prompt(messages: Sequence[formats.Message], head: str, text: str) -> str:
+    """A conversation whose last answer stands behind the prompt it is given for.
+
+    Some templates write the messages before the last answer in one way for the prompt
+    and in another for the whole conversation: Mistral's show the system text only in
+    the prompt, DeepSeek R1's prompt opens a `<think>` that conversations leave out.
+
+    Args:
+      messages: The conversation; the last message is the assistant's.
+      head: The prompt for the last message.
+      text: The conversation as the template writes it.
+
+    Returns:
+      `text` where it begins with the prompt, or where it is not known to be one of
+      these; else the prompt and the answer, with its reasoning.
+    """
+    if text.startswith(head):
+        return text
+    same = _num_same(head, text)
+    if _OPENED_REASONING.fullmatch(head, same):
+        reasoning = contents.reasoning(messages[-1]).strip()
+        return f"{head}{reasoning}\n</think>\n\n{text[same:].lstrip()}"
+    asked = contents.answer(messages[-2])
+    said = text.rfind(contents.answer(messages[-1]))
+    end = head[head.rfind(asked) :] if asked else ""
+    place = text.rfind(end, 0, said) if end else -1
+    return text if place < 0 else head + text[place + len(end) :]
+
+
+def _num_same(one: str, other: str) -> int:
+    """Characters at the beginning that two texts share."""
+    shorter = min(len(one), len(other))
+    return next((i for i in range(shorter) if one[i] != other[i]), shorter)
 
 
 def _with_date(source: str, date: datetime.date) -> str:

@@ -384,23 +384,8 @@ def test_reasoning_that_a_template_cuts_off_is_refused():
         "message['content']", "message['content'].split('</think>')[-1]"
     )
     render = renderer(chat_tokenizers.chatml(cutting), "all")
-    with pytest.raises(errors.SampleError, match=r"messages\[1\]\.content \('<think>b"):
+    with pytest.raises(errors.SampleError, match=r"messages\[1\]\.content \('b'\)"):
         render.render(chat("a", "<think>b</think>a"))
-
-
-def test_a_system_text_that_is_not_shown_is_refused_wherever_it_would_stand():
-    only_last_user = (
-        "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST]' }}"
-        "{{ messages[0].content + ' ' if loop.last and messages[0].role == 'system' }}"
-        "{{ m.content + '[/INST]' }}{% elif m.role == 'assistant' %}"
-        "{{ m.content + eos_token }}{% endif %}{% endfor %}"
-    )
-    render = renderer(chat_tokenizers.chatml(only_last_user), "all")
-    system = {"role": "system", "content": "be nice"}
-    answer = {"role": "assistant", "content": "a b"}
-    with pytest.raises(errors.SampleError, match=r"messages\[0\]\.content \('be nice'"):
-        render.render(say(system, USER, answer))
-    assert "be nice" in render.template.render([system, USER])
 
 
 def test_tools_are_shown_in_each_rendering_or_refused():
@@ -490,10 +475,63 @@ def test_one_of_several_templates_is_chosen_by_name():
     assert renderer(tokenizer).template.source == chat_tokenizers.CHATML
 
 
-def test_a_refusal_says_where_prompt_and_conversation_part():
-    opened = chat_tokenizers.CHATML.replace(
-        "'<|im_start|>assistant\\n' }}{% endif %}",
-        "'<|im_start|>assistant\\n<think>\\n' }}{% endif %}",
+OPENS_REASONING = chat_tokenizers.CHATML.replace(
+    "'<|im_start|>assistant\\n' }}{% endif %}",
+    "'<|im_start|>assistant\\n<think>\\n' }}{% endif %}",
+).replace("message['content']", "message['content'].split('</think>')[-1]")
+
+
+def test_a_refusal_says_where_prompt_and_conversation_part_and_what_helps():
+    tokenizer = chat_tokenizers.chatml(OPENS_REASONING)
+    example = chat("a", "b", "c", "d")
+    with pytest.raises(
+        errors.SampleError,
+        match=r"with '<think>\\n' where .* 'b<\|im.*; train_on: completion, the last",
+    ):
+        renderer(tokenizer).render(example)
+    render = renderer(tokenizer, "completion")
+    assert trained_text(render, render.render(example)) == "d<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("answer", "want"),
+    [
+        ({"content": "a str"}, "a str<|im_end|>"),
+        ({"content": "<think>why</think>a str"}, "why\n</think>\n\na str<|im_end|>"),
+        (
+            {"content": "a str", "reasoning_content": "why"},
+            "why\n</think>\n\na str<|im_end|>",
+        ),
+    ],
+)
+def test_an_answer_closes_the_reasoning_that_its_prompt_opens(answer, want):
+    # As DeepSeek R1's template: conversations are written without any reasoning.
+    render = renderer(chat_tokenizers.chatml(OPENS_REASONING))
+    tokens = render.render(say(USER, {"role": "assistant", **answer}))
+    assert trained_text(render, tokens) == want
+    prompt = render.prompt_ids([USER])
+    assert tokens.ids[: len(prompt)].tolist() == prompt
+    text = render.encoder.decode(tokens.ids[len(prompt) :].tolist())
+    assert text.count("</think>") == 1
+
+
+def test_an_answer_stands_behind_its_prompt_where_only_that_shows_the_system_text():
+    # As Mistral v0.3's template.
+    only_last_user = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' }}"
+        "{{ messages[0].content + ' ' if loop.last and messages[0].role == 'system' }}"
+        "{{ m.content + '[/INST]' }}{% elif m.role == 'assistant' %}"
+        "{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
     )
-    with pytest.raises(errors.SampleError, match=r"with '<think>\\n' where .* 'b<\|im"):
-        renderer(chat_tokenizers.chatml(opened)).render(chat("a", "b"))
+    system = {"role": "system", "content": "be nice"}
+    answer = {"role": "assistant", "content": "a b"}
+    tokenizer = chat_tokenizers.chatml(only_last_user)
+    render = renderer(tokenizer)
+    tokens = render.render(say(system, USER, answer))
+    want = "[INST] be nice q[/INST] a b<|im_end|>"
+    assert render.encoder.decode(tokens.ids.tolist()) == want
+    assert trained_text(render, tokens) == " a b<|im_end|>"
+    with pytest.raises(errors.SampleError, match=r"messages\[0\]\.content \('be nice'"):
+        renderer(tokenizer, "all").render(say(system, USER, answer))
+    with pytest.raises(errors.SampleError, match="changes with what follows"):
+        render.render(say(system, USER, answer, USER, answer))
