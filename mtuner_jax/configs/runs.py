@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import enum
+import math
 
 from mtuner_jax.configs import errors
 
@@ -78,8 +79,16 @@ class DatasetConfig:
     """Where samples come from and how a line becomes tokens and loss mask.
 
     Attributes:
-      path: JSONL file or files; empty means the instruction set that ships.
-      format: `auto`, `messages`, `prompt_completion` or `alpaca`.
+      path: Files (JSONL, JSON, CSV, parquet; compressed or not), folders, patterns, or
+        datasets of the Hugging Face hub as `owner/name:split`; empty means the
+        instruction set that ships.
+      weights: How often an epoch takes the samples of each entry of `path`, such as
+        0.5 or 2; empty means once.
+      format: `auto`, `messages`, `prompt_completion`, `alpaca`, `sharegpt` or `text`.
+      columns: Our name of a column -> its name in the files, such as
+        `{prompt: question, completion: answer}`.
+      ignore_columns: Columns to leave out although they carry meaning.
+      max_samples: Usable samples to read; 0 reads all.
       train_on: Tokens with loss; `auto` means the assistant's or completion's.
       chat_template: Jinja file that replaces the tokenizer's own template, or the
         name of one of several that it has.
@@ -93,7 +102,11 @@ class DatasetConfig:
     """
 
     path: tuple[str, ...] = ()
+    weights: tuple[float, ...] = ()
     format: str = "auto"
+    columns: dict[str, str] = dataclasses.field(default_factory=dict)
+    ignore_columns: tuple[str, ...] = ()
+    max_samples: int = 0
     train_on: TrainOn = TrainOn.AUTO
     chat_template: str = ""
     template_date: str = "2024-07-26"
@@ -103,6 +116,12 @@ class DatasetConfig:
     on_bad_sample: OnBadSample = OnBadSample.ERROR
 
     def __post_init__(self):
+        errors.at_least(0, self, "max_samples", prefix="dataset.")
+        for weight in self.weights:
+            errors.require(
+                0 <= weight < math.inf,
+                f"dataset.weights: {weight} must not be negative",
+            )
         try:
             datetime.date.fromisoformat(self.template_date)
         except ValueError:
@@ -183,7 +202,8 @@ class RunConfig(OptimizerConfig):
       max_length: Tokens in a row.
       packing: Several samples in a row, best fit, without seeing each other.
       val_size: Held-out share (below 1) or number of samples; 0 for none.
-      eval_dataset: JSONL to evaluate on instead of a held-out part.
+      eval_dataset: What to evaluate on instead of a held-out part, as `dataset.path`.
+      show_samples: Print so many samples with what carries loss, and stop.
       per_device_train_batch_size: Rows that a device runs at once.
       gradient_accumulation_steps: Such batches in an optimizer step.
       global_batch_size: Rows in an optimizer step; 0 means
@@ -223,6 +243,7 @@ class RunConfig(OptimizerConfig):
     packing: bool = True
     val_size: float = 0.0
     eval_dataset: tuple[str, ...] = ()
+    show_samples: int = 0
     per_device_train_batch_size: int = 1
     gradient_accumulation_steps: int = 1
     global_batch_size: int = 0
@@ -252,7 +273,7 @@ class RunConfig(OptimizerConfig):
             0,
             self,
             *"global_batch_size max_steps save_steps eval_steps max_eval_batches "
-            "val_size memory_budget".split(),
+            "val_size memory_budget show_samples".split(),
         )
         errors.require(
             self.max_steps > 0 or self.num_train_epochs > 0,

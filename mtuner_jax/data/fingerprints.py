@@ -21,7 +21,9 @@ def fingerprint(
 ) -> Fingerprint:
     """Collects it, as JSON values; the last field catches what the others don't."""
     template = renderer.template.source if renderer.template is not None else ""
-    return {
+    # Only where they are set, so that a checkpoint of before they existed still fits.
+    weights = {"dataset.weights": ",".join(map(str, run.dataset.weights))}
+    return (weights if run.dataset.weights else {}) | {
         "dataset": dataset.digest,
         "dataset.format": ",".join(dataset.counts.formats),
         "dataset.train_on": str(run.dataset.train_on),

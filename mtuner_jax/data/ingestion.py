@@ -7,26 +7,11 @@ import logging
 from collections.abc import Iterator, Sequence
 
 from mtuner_jax import configs
-from mtuner_jax.data import errors, formats, jsonl, rendering, samples
+from mtuner_jax.data import errors, files, formats, jsonl, rendering, samples
 
 logger = logging.getLogger(__name__)
 
 MAX_LOGGED_SKIPS = 5
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Policy:
-    """How samples are read.
-
-    Attributes:
-      format: None finds it by column names, per file.
-      overlong: What happens to a sample longer than the renderer's `max_length`.
-      on_bad_sample: What happens to a line that can't be used.
-    """
-
-    format: formats.RowFormat | None
-    overlong: configs.Overlong
-    on_bad_sample: configs.OnBadSample
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,6 +26,7 @@ class Counts:
       untrained: Samples left out since no token with loss was left after the cut.
       endless: Samples whose last token with loss does not end a turn.
       formats: Format of each file.
+      unused: Rows with a value in a column that is not used, by column.
     """
 
     read: int
@@ -50,6 +36,7 @@ class Counts:
     untrained: int
     endless: int
     formats: tuple[formats.RowFormat, ...]
+    unused: dict[str, int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,62 +44,98 @@ class Dataset:
     """A dataset as samples.
 
     Attributes:
-      paths: The files, as the user wrote them.
+      paths: The files.
+      file_starts: [files + 1], first sample of each file.
       samples: At least one.
       counts: What became of all rows.
       digest: SHA-256 of the rows' bytes; blank lines and line ends don't matter.
     """
 
     paths: tuple[str, ...]
+    file_starts: tuple[int, ...]
     samples: samples.Samples
     counts: Counts
     digest: str
 
 
 def ingest(
-    paths: Sequence[str], renderer: rendering.Renderer, *, policy: Policy
+    paths: Sequence[str],
+    renderer: rendering.Renderer,
+    settings: configs.DatasetConfig,
+    *,
+    max_samples: int = 0,
 ) -> Dataset:
     """Reads, renders and cuts all samples.
+
+    Args:
+      paths: Files and hub datasets, as `files.read` takes them.
+      renderer: Of their samples.
+      settings: What becomes of columns, overlong samples and bad lines.
+      max_samples: Usable samples after which reading stops; 0 reads all.
 
     Raises:
       DataError: A file can't be read; a line can't be used, and the policy is to
         stop; or no sample is left.
     """
-    reader = _Reader(renderer, policy)
+    reader = _Reader(renderer, settings, max_samples=max_samples)
+    starts = [0]
     for path in paths:
-        reader.read_file(path)
-    return reader.finish(tuple(paths))
+        if not reader.is_full:
+            reader.read_file(path)
+        starts.append(reader.num_samples)
+    return reader.finish(tuple(paths), tuple(starts))
 
 
 class _Reader:
-    def __init__(self, renderer: rendering.Renderer, policy: Policy):
+    def __init__(
+        self,
+        renderer: rendering.Renderer,
+        settings: configs.DatasetConfig,
+        *,
+        max_samples: int,
+    ):
         self._renderer = renderer
-        self._policy = policy
+        self._settings = settings
+        self._format = formats.choose(settings.format)
+        self._max_samples = max_samples
         self._builder = samples.SamplesBuilder()
         self._digest = hashlib.sha256()
         self._formats: list[formats.RowFormat] = []
+        self._unused: collections.Counter[str] = collections.Counter()
         self._skipped: collections.Counter[str] = collections.Counter()
         self._tally: collections.Counter[str] = collections.Counter()
 
+    @property
+    def num_samples(self) -> int:
+        """Usable samples so far."""
+        return len(self._builder)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether `max_samples` are there."""
+        return 0 < self._max_samples <= self.num_samples
+
     def read_file(self, path: str) -> None:
-        format = self._policy.format
+        format = self._format
         logged = False
         for sample_id, line in self._numbered(path):
             try:
-                row = jsonl.parse_row(line)
+                row = formats.rename(jsonl.parse_row(line), self._settings.columns)
                 format = format or formats.detect(row)
                 self._add(sample_id, line, row, format)
             except errors.SampleError as error:
                 self._skip(line, error)
                 continue
             if not logged:
-                found = "set" if self._policy.format else "found by its columns"
+                found = "set" if self._format else "found by its columns"
                 logger.info("%s: format %s (%s)", path, format, found)
                 self._formats.append(format)
                 logged = True
+            if self.is_full:
+                return
 
     def _numbered(self, path: str) -> Iterator[tuple[int, jsonl.Line]]:
-        for line in jsonl.read_lines(path):
+        for line in files.read(path):
             sample_id = self._tally["read"]
             self._tally["read"] += 1
             self._digest.update(line.raw + b"\n")
@@ -128,16 +151,17 @@ class _Reader:
         example = formats.parse(
             row, format, has_template=self._renderer.template is not None
         )
+        self._unused.update(formats.unused(row, format, self._settings.ignore_columns))
         tokens = self._renderer.render(example)
         max_length = self._renderer.max_length
         if len(tokens.ids) > max_length:
-            if self._policy.overlong is configs.Overlong.ERROR:
+            if self._settings.overlong is configs.Overlong.ERROR:
                 raise errors.DataError(
                     f"{line.path}:{line.number}: {len(tokens.ids):,} tokens, "
                     f"max_length is {max_length:,}; raise it, or set "
                     "dataset.overlong to truncate or drop"
                 )
-            if self._policy.overlong is configs.Overlong.DROP:
+            if self._settings.overlong is configs.Overlong.DROP:
                 self._tally["overlong"] += 1
                 return
         if not tokens.trained[:max_length].any():
@@ -151,7 +175,7 @@ class _Reader:
 
     def _skip(self, line: jsonl.Line, error: errors.SampleError) -> None:
         place = f"{line.path}:{line.number}: {error}"
-        if self._policy.on_bad_sample is configs.OnBadSample.ERROR:
+        if self._settings.on_bad_sample is configs.OnBadSample.ERROR:
             raise errors.DataError(
                 f"{place} (dataset.on_bad_sample: skip leaves such lines out)"
             ) from None
@@ -161,7 +185,7 @@ class _Reader:
         elif self._skipped.total() == MAX_LOGGED_SKIPS + 1:
             logger.warning("further skipped lines are only counted")
 
-    def finish(self, paths: tuple[str, ...]) -> Dataset:
+    def finish(self, paths: tuple[str, ...], starts: tuple[int, ...]) -> Dataset:
         counts = Counts(
             read=self._tally["read"],
             skipped=dict(self._skipped.most_common()),
@@ -170,6 +194,7 @@ class _Reader:
             untrained=self._tally["untrained"],
             endless=self._tally["endless"],
             formats=tuple(self._formats),
+            unused=dict(sorted(self._unused.items())),
         )
         if not len(self._builder):
             raise errors.DataError(
@@ -177,6 +202,7 @@ class _Reader:
             )
         return Dataset(
             paths=paths,
+            file_starts=starts,
             samples=self._builder.build(),
             counts=counts,
             digest=self._digest.hexdigest(),

@@ -5,12 +5,10 @@ never changes how the next is read.
 """
 
 import dataclasses
-import io
 import json
-import os
 import re
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from mtuner_jax.data import errors
 
@@ -37,38 +35,25 @@ class Line:
     too_long: bool = False
 
 
-def read_lines(path: str, *, limit_bytes: int = MAX_LINE_BYTES) -> Iterator[Line]:
-    """Yields the lines of a file that are not blank.
+def lines(
+    path: str, file: BinaryIO, *, limit_bytes: int = MAX_LINE_BYTES
+) -> Iterator[Line]:
+    """Yields the lines of an open file that are not blank.
 
     Memory is bounded by the longest line, and that by `limit_bytes`.
-
-    Raises:
-      DataError: There is no such file, or it is not UTF-8 text at all.
     """
-    if os.path.isdir(path):
-        raise errors.DataError(f"{path}: is a folder; name the JSONL files in it")
-    try:
-        file = open(path, "rb")
-    except OSError as error:
-        raise errors.DataError(f"{path}: {error.strerror}") from None
-    with file:
-        _refuse_other_encodings(path, file.peek(4)[:4])
-        number = 0
-        while raw := file.readline(limit_bytes + 1):
-            number += 1
-            ended = raw.endswith(b"\n")
-            too_long = not ended and len(raw) > limit_bytes
-            if too_long:
-                ended = _skip_line(file)
-            raw = raw.removeprefix(BOM).strip()
-            if raw:
-                yield Line(
-                    path=path,
-                    number=number,
-                    raw=raw,
-                    ended=ended,
-                    too_long=too_long,
-                )
+    number = 0
+    while raw := file.readline(limit_bytes + 1):
+        number += 1
+        ended = raw.endswith(b"\n")
+        too_long = not ended and len(raw) > limit_bytes
+        if too_long:
+            ended = _skip_line(file)
+        raw = raw.removeprefix(BOM).strip()
+        if raw:
+            yield Line(
+                path=path, number=number, raw=raw, ended=ended, too_long=too_long
+            )
 
 
 def parse_row(line: Line) -> dict[str, Any]:
@@ -131,8 +116,6 @@ def _parse_json(text: str, line: Line) -> object:
 
 def _explain(error: json.JSONDecodeError, line: Line) -> str:
     text, column = error.doc, error.pos + 1
-    if line.number == 1 and text.startswith("["):
-        return "the file looks like one JSON array; write one object a line"
     if re.search(r",\s*$", text[: error.pos]) and text[error.pos : error.pos + 1] in (
         *"}]",
     ):
@@ -168,16 +151,19 @@ def _refuse_lone_surrogates(row: dict[str, Any]) -> None:
         ) from None
 
 
-def _refuse_other_encodings(path: str, head: bytes) -> None:
-    if head.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\x00" in head:
+def refuse_other_encodings(path: str, head: bytes) -> None:
+    """Names a file that is no UTF-8 text by its first bytes.
+
+    Raises:
+      DataError: It is UTF-16, or an archive.
+    """
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\x00" in head[:4]:
         raise errors.DataError(f"{path}: looks like UTF-16, save it as UTF-8")
-    if head.startswith((b"\x1f\x8b", b"PK\x03\x04", b"PAR1")):
-        raise errors.DataError(
-            f"{path}: is a gzip, zip or parquet file; JSONL text is read"
-        )
+    if head.startswith(b"PK\x03\x04"):
+        raise errors.DataError(f"{path}: is a zip file; unpack it")
 
 
-def _skip_line(file: io.BufferedReader) -> bool:
+def _skip_line(file: BinaryIO) -> bool:
     while chunk := file.readline(2**20):
         if chunk.endswith(b"\n"):
             return True

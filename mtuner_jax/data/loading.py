@@ -2,15 +2,18 @@
 
 import dataclasses
 import importlib.resources
+import itertools
 import logging
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import transformers
 
 from mtuner_jax import configs
 from mtuner_jax.data import (
+    errors,
+    files,
     fingerprints,
-    formats,
     ingestion,
     packing,
     pipelines,
@@ -61,12 +64,14 @@ def load(
     renderer = rendering.Renderer(
         tokenizer, run.dataset, max_length=run.max_length, num_rows=num_rows
     )
-    paths = run.dataset.path or (shipped_path(),)
-    dataset = _ingest(run, renderer, paths=paths, name="training")
+    asked = run.dataset.path or (shipped_path(),)
+    found = files.expand_all(asked)
+    dataset = _ingest(run, renderer, found, name="training")
     summaries.log_sample(dataset, renderer.encoder)
     kept, held_out = pipelines.split(
         len(dataset.samples), val_size=run.val_size, seed=run.seed
     )
+    kept = _weighted(run, dataset, kept, files_per_entry=[len(one) for one in found])
     train = pipelines.TrainData(
         dataset.samples,
         _rows(run, dataset, kept),
@@ -85,7 +90,8 @@ def load(
     )
     batch_size = eval_batch_size or global_batch_size
     if run.eval_dataset:
-        other = _ingest(run, renderer, paths=run.eval_dataset, name="evaluation")
+        found = files.expand_all(run.eval_dataset)
+        other = _ingest(run, renderer, found, name="evaluation")
         everything = np.arange(len(other.samples), dtype=np.int32)
         evaluation = _evaluation(run, other, everything, batch_size=batch_size)
     else:
@@ -98,21 +104,73 @@ def shipped_path() -> str:
     return str(importlib.resources.files("mtuner_jax.data") / SHIPPED)
 
 
+def show(
+    run: configs.RunConfig,
+    tokenizer: transformers.PreTrainedTokenizerBase,
+    *,
+    num_rows: int = 0,
+) -> Iterator[str]:
+    """The first `run.show_samples` samples as text, with what carries loss marked.
+
+    Raises:
+      DataError: As `load`.
+    """
+    dataset = dataclasses.replace(run.dataset, max_samples=run.show_samples)
+    run = dataclasses.replace(run, dataset=dataset)
+    data = load(run, tokenizer, global_batch_size=1, num_rows=num_rows)
+    for index in range(len(data.dataset.samples)):
+        yield summaries.show_mask(data.dataset, data.renderer.encoder, index=index)
+
+
 def _ingest(
     run: configs.RunConfig,
     renderer: rendering.Renderer,
+    found: Sequence[Sequence[str]],
     *,
-    paths: tuple[str, ...],
     name: str,
 ) -> ingestion.Dataset:
-    policy = ingestion.Policy(
-        format=formats.choose(run.dataset.format),
-        overlong=run.dataset.overlong,
-        on_bad_sample=run.dataset.on_bad_sample,
+    dataset = ingestion.ingest(
+        tuple(itertools.chain.from_iterable(found)),
+        renderer,
+        run.dataset,
+        max_samples=run.dataset.max_samples if name == "training" else 0,
     )
-    dataset = ingestion.ingest(paths, renderer, policy=policy)
     summaries.log_dataset(dataset, name=name, max_length=run.max_length)
     return dataset
+
+
+def _weighted(
+    run: configs.RunConfig,
+    dataset: ingestion.Dataset,
+    kept: np.ndarray,
+    *,
+    files_per_entry: Sequence[int],
+) -> np.ndarray:
+    """The samples of an epoch: of a file of weight 2.5 all twice, half of them thrice.
+
+    Which half is chosen by `seed`, once for all epochs.
+    """
+    weights = run.dataset.weights
+    if not weights:
+        return kept
+    if len(weights) != len(files_per_entry):
+        raise errors.DataError(
+            f"dataset.weights has {len(weights)} entries, dataset.path "
+            f"{len(files_per_entry)}; give each entry of dataset.path its weight"
+        )
+    per_file = np.repeat(weights, files_per_entry)
+    file = np.searchsorted(dataset.file_starts, kept, side="right") - 1
+    whole, share = np.divmod(per_file[file], 1.0)
+    random = np.random.default_rng(pipelines.named_seed(run.seed, "weights"))
+    times = whole.astype(np.int64) + (random.permutation(len(kept)) / len(kept) < share)
+    logger.info(
+        "an epoch takes %s samples of %s, by dataset.weights",
+        f"{times.sum():,}",
+        f"{len(kept):,}",
+    )
+    if not times.any():
+        raise errors.DataError(f"dataset.weights={list(weights)} leave no sample")
+    return np.repeat(kept, times)
 
 
 def _evaluation(

@@ -30,6 +30,15 @@ def log_dataset(dataset: ingestion.Dataset, *, name: str, max_length: int) -> No
         f"{len(samples.ids):,}",
         100 * trained_share(dataset),
     )
+    if counts.unused:
+        logger.warning(
+            "%s data: not used: %s",
+            name,
+            ", ".join(
+                f"column {column!r} of {n:,} rows"
+                for column, n in counts.unused.items()
+            ),
+        )
     if counts.untrained:
         logger.warning(ingestion.untrained_text(counts, max_length))
     if counts.endless:

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 
 from mtuner_jax import configs
@@ -22,15 +24,15 @@ def test_format_is_found_by_columns_in_order(row, format):
 
 
 def test_unknown_columns_are_named():
-    with pytest.raises(errors.SampleError, match=r"columns \['text', 'x'\]; expected"):
-        formats.detect({"text": "a", "x": 1})
+    with pytest.raises(errors.SampleError, match=r"columns \['texts', 'x'\]; expected"):
+        formats.detect({"texts": "a", "x": 1})
 
 
 def test_choosing_a_format():
     assert formats.choose("auto") is None
     assert formats.choose("alpaca") is formats.RowFormat.ALPACA
-    with pytest.raises(errors.DataError, match=r"dataset\.format='sharegpt': one of"):
-        formats.choose("sharegpt")
+    with pytest.raises(errors.DataError, match=r"dataset\.format='chatml': one of"):
+        formats.choose("chatml")
 
 
 def parse(row, format="messages", *, has_template=True):
@@ -64,9 +66,9 @@ def parse(row, format="messages", *, has_template=True):
             r"messages\[1\]: the assistant says nothing",
         ),
         (
-            {"messages": [USER, {**ASSISTANT, "train": False}]},
+            {"messages": [USER, {**ASSISTANT, "weight": 0.5}]},
             "messages",
-            r"messages\[1\]\.train: losses per message are not supported",
+            r"messages\[1\]\.weight=0.5: 0 \(without loss\) or 1",
         ),
         (
             {"instruction": "q", "output": 42},
@@ -127,3 +129,69 @@ def test_prompt_and_completion_are_texts_or_messages():
         chat = parse(row, "prompt_completion")
         assert chat.messages == [USER, ASSISTANT]
         assert chat.num_prompt == 1
+
+
+def test_sharegpt_system_columns_and_tools():
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    row = {
+        "conversations": [
+            {"from": "human", "value": "q"},
+            {"from": "gpt", "value": "a"},
+        ],
+        "system": "be nice",
+        "tools": json.dumps(tools),
+    }
+    assert formats.detect(row) is formats.RowFormat.SHAREGPT
+    chat = parse(row, "sharegpt")
+    system = {"role": "system", "content": "be nice"}
+    assert chat.messages == [system, USER, ASSISTANT]
+    assert (chat.num_prompt, chat.tools) == (2, tools)
+    both = {"messages": [system, USER, ASSISTANT], "system": "s"}
+    with pytest.raises(errors.SampleError, match="two system texts"):
+        parse(both, "messages")
+    with pytest.raises(errors.SampleError, match="two lists of tools: tools and funct"):
+        parse({"messages": [USER, ASSISTANT], "tools": tools, "functions": [{}]})
+
+
+def test_a_system_text_makes_a_chat_of_prompt_and_completion():
+    row = {"prompt": "q", "completion": "a", "system": "s"}
+    chat = parse(row, "prompt_completion")
+    assert [m["role"] for m in chat.messages] == ["system", "user", "assistant"]
+    assert (chat.num_prompt, chat.auto) == (2, configs.TrainOn.COMPLETION)
+
+
+def test_alpaca_has_a_system_text_and_earlier_turns():
+    row = {"instruction": "q", "output": "a", "system": "s", "history": [["h", "r"]]}
+    chat = parse(row, "alpaca")
+    assert [m["content"] for m in chat.messages] == ["s", "h", "r", "q", "a"]
+    assert (chat.num_prompt, chat.auto) == (4, configs.TrainOn.ASSISTANT)
+    with pytest.raises(errors.SampleError, match="'system' needs one, and the tokeniz"):
+        parse(row, "alpaca", has_template=False)
+    with pytest.raises(
+        errors.SampleError, match=r"'history\[0\]' must be a pair of st"
+    ):
+        parse({**row, "history": [["h"]]}, "alpaca")
+
+
+def test_a_text_is_trained_on_as_a_whole():
+    assert parse({"text": "t"}, "text") == formats.Plain(prompt="", completion="t")
+
+
+def test_columns_are_mapped_by_name():
+    columns = {"prompt": "question", "completion": "answer"}
+    row = {"question": "q", "answer": "a", "prompt": "other"}
+    assert formats.rename(row, columns) == {"prompt": "q", "completion": "a"}
+    with pytest.raises(errors.SampleError, match=r"no \['answer'\]; there are"):
+        formats.rename({"question": "q"}, columns)
+
+
+def test_columns_that_carry_meaning_are_used_or_refused_and_others_named():
+    row = {"prompt": "q", "completion": "a", "source": "s", "id": 1, "context": None}
+    format = formats.RowFormat.PROMPT_COMPLETION
+    assert formats.unused(row, format, ()) == ["source", "id"]
+    for column in ("context", "documents", "history", "images"):
+        with pytest.raises(errors.SampleError, match=rf"ignore_columns: \[{column}\]"):
+            formats.unused({**row, column: "x"}, format, ())
+        assert formats.unused({**row, column: "x"}, format, (column,))
+    with pytest.raises(errors.SampleError, match="for DPO"):
+        formats.detect({"chosen": "a", "rejected": "b"})

@@ -4,7 +4,7 @@ import logging
 import pytest
 
 from mtuner_jax import configs
-from mtuner_jax.data import errors, formats, ingestion, rendering, summaries
+from mtuner_jax.data import errors, ingestion, rendering, summaries
 from tests.data import chat_tokenizers
 
 TOKENIZER = chat_tokenizers.chatml()
@@ -25,18 +25,10 @@ def write(path, *rows):
     return str(path)
 
 
-def ingest(
-    *paths, max_length=64, overlong="truncate", on_bad_sample="error", format="auto"
-):
-    renderer = rendering.Renderer(
-        TOKENIZER, configs.DatasetConfig(), max_length=max_length
-    )
-    policy = ingestion.Policy(
-        format=formats.choose(format),
-        overlong=configs.Overlong(overlong),
-        on_bad_sample=configs.OnBadSample(on_bad_sample),
-    )
-    return ingestion.ingest(paths, renderer, policy=policy)
+def ingest(*paths, max_length=64, max_samples=0, **settings):
+    settings = configs.DatasetConfig(**settings)
+    renderer = rendering.Renderer(TOKENIZER, settings, max_length=max_length)
+    return ingestion.ingest(paths, renderer, settings, max_samples=max_samples)
 
 
 def test_an_error_names_file_and_line_and_the_way_out(tmp_path):
@@ -52,7 +44,7 @@ def test_an_error_names_file_and_line_and_the_way_out(tmp_path):
 def test_skipped_lines_are_counted_by_reason_and_keep_their_ids(tmp_path, caplog):
     bad = ['{"a": 1,}', '{"messages": 3}', '{"messages": [1]}'] * 3
     path = write(tmp_path / "data.jsonl", *bad, row(), "", row())
-    dataset = ingest(path, on_bad_sample="skip")
+    dataset = ingest(path, on_bad_sample=configs.OnBadSample("skip"))
     assert dataset.counts.read == 11
     assert dataset.counts.skipped == {"wrong type": 6, "invalid JSON": 3}
     assert dataset.samples.sample_ids.tolist() == [9, 10]
@@ -64,7 +56,7 @@ def test_a_file_of_another_encoding_stops_even_when_skipping(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_bytes(json.dumps(row()).encode("utf-16"))
     with pytest.raises(errors.DataError, match="looks like UTF-16"):
-        ingest(str(path), on_bad_sample="skip")
+        ingest(str(path), on_bad_sample=configs.OnBadSample("skip"))
 
 
 @pytest.mark.parametrize("content", ["", "\n\n \n"])
@@ -76,12 +68,12 @@ def test_an_empty_file_is_an_error(tmp_path, content):
 
 
 def test_a_file_of_which_all_lines_are_skipped_is_an_error(tmp_path):
-    path = write(tmp_path / "data.jsonl", "{", "{", '{"text": "a"}')
+    path = write(tmp_path / "data.jsonl", "{", "{", '{"texts": "a"}')
     with pytest.raises(
         errors.DataError,
         match=r"no samples left of 3 read: 3 skipped \(2 invalid JSON, 1 unknown fo",
     ):
-        ingest(path, on_bad_sample="skip")
+        ingest(path, on_bad_sample=configs.OnBadSample("skip"))
 
 
 def test_samples_that_lose_every_trained_token_are_dropped_and_counted(
@@ -113,11 +105,15 @@ def test_overlong_samples_are_cut_dropped_or_an_error(tmp_path):
     cut = ingest(path)
     assert cut.samples.lengths.max() == 64
     assert cut.counts.truncated == 1
-    dropped = ingest(path, overlong="drop")
+    dropped = ingest(path, overlong=configs.Overlong("drop"))
     assert dropped.samples.sample_ids.tolist() == [0]
     assert dropped.counts.overlong == 1
     with pytest.raises(errors.DataError, match=r"data\.jsonl:2: \d+ tokens, max_len"):
-        ingest(path, overlong="error", on_bad_sample="skip")
+        ingest(
+            path,
+            overlong=configs.Overlong("error"),
+            on_bad_sample=configs.OnBadSample("skip"),
+        )
 
 
 def test_each_file_has_its_own_format_and_says_it(tmp_path, caplog):
@@ -140,14 +136,10 @@ def test_400_nulls_before_a_string_do_not_fix_a_type(tmp_path):
 
 def test_data_without_an_end_of_turn_is_said(tmp_path, caplog):
     bare = chat_tokenizers.chatml("{% for m in messages %}{{ m.content }}{% endfor %}")
-    renderer = rendering.Renderer(bare, configs.DatasetConfig(), max_length=64)
-    policy = ingestion.Policy(
-        format=None,
-        overlong=configs.Overlong.TRUNCATE,
-        on_bad_sample=configs.OnBadSample.ERROR,
-    )
+    settings = configs.DatasetConfig()
+    renderer = rendering.Renderer(bare, settings, max_length=64)
     path = write(tmp_path / "data.jsonl", row(), row())
-    dataset = ingestion.ingest([path], renderer, policy=policy)
+    dataset = ingestion.ingest([path], renderer, settings)
     summaries.log_dataset(dataset, name="training", max_length=64)
     assert "2 of 2 samples end without an end-of-turn" in caplog.text
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mtuner_jax import configs
-from mtuner_jax.data import errors, jsonl, loading, pipelines
+from mtuner_jax.data import errors, files, loading, pipelines
 from tests.data import chat_tokenizers
 
 TOKENIZER = chat_tokenizers.chatml()
@@ -219,7 +219,7 @@ def test_the_shipped_set_is_found_from_any_folder_and_fits_the_default_run(tmp_p
         text=True,
         check=True,
     )
-    lines = list(jsonl.read_lines(got.stdout.strip()))
+    lines = list(files.read(got.stdout.strip()))
     assert 300 <= len(lines) <= 500
     data = load(configs.RunConfig(max_length=1024))
     assert isinstance(data.train, pipelines.TrainData)
@@ -263,3 +263,54 @@ def test_tokens_without_a_row_are_told_of_evaluation_files_too(tmp_path):
             errors.DataError, match=rf"bad.jsonl:1: .*'<\|x\|>'.*{rows}"
         ):
             loading.load(run, tokenizer, global_batch_size=1, num_rows=rows)
+
+
+def test_files_have_weights_that_repeat_or_thin_out_their_samples(tmp_path):
+    one, two = write(tmp_path, 20, "one.jsonl"), write(tmp_path, 11, "two.jsonl")
+
+    def epoch(*weights, val_size=0, seed=42):
+        run = configs.RunConfig(
+            dataset=configs.DatasetConfig(path=(one, two), weights=weights),
+            max_length=96,
+            val_size=val_size,
+            seed=seed,
+        )
+        data = loading.load(run, TOKENIZER, global_batch_size=4)
+        return collections.Counter(data.train.rows.samples.tolist()), data
+
+    counts, data = epoch(0.5, 2.25)
+    first = [counts[i] for i in range(20)]
+    second = [counts[i] for i in range(20, 31)]
+    assert set(first) <= {0, 1} and 5 <= sum(first) <= 15
+    assert set(second) <= {2, 3} and 22 <= sum(second) <= 26
+    assert epoch(0.5, 2.25)[0] == counts != epoch(0.5, 2.25, seed=1)[0]
+    held_out = set(epoch(0.5, 2.25, val_size=6)[1].eval.rows.samples.tolist())
+    assert len(held_out) == 6
+    assert not held_out & set(epoch(0.5, 2.25, val_size=6)[0])
+    assert data.train.fingerprint()["dataset.weights"] == "0.5,2.25"
+    with pytest.raises(errors.DataError, match=r"has 1 entries, dataset\.path 2"):
+        epoch(2.0)
+    with pytest.raises(errors.DataError, match="leave no sample"):
+        epoch(0.0, 0.0)
+
+
+def test_reading_stops_after_max_samples(tmp_path):
+    run = config(write(tmp_path), dataset={"max_samples": 3})
+    data = loading.load(run, TOKENIZER, global_batch_size=1)
+    assert data.dataset.samples.sample_ids.tolist() == [0, 1, 2]
+
+
+def test_samples_are_shown_with_what_carries_loss(tmp_path):
+    run = config(write(tmp_path), show_samples=2)
+    shown = list(loading.show(run, TOKENIZER))
+    assert len(shown) == 2
+    assert shown[1].endswith("assistant\n>>>word word <|im_end|><<<\n")
+
+
+def test_columns_without_a_use_are_named_once(tmp_path, caplog):
+    path = tmp_path / "data.jsonl"
+    row = '{"prompt": "a", "completion": "b", "source": "x"}\n'
+    path.write_text(row * 3)
+    with caplog.at_level(logging.INFO):
+        loading.load(config(str(path)), TOKENIZER, global_batch_size=1)
+    assert caplog.text.count("not used: column 'source' of 3 rows") == 1
