@@ -1,4 +1,4 @@
-"""One decoder for Llama 2 and 3, SmolLM2, Qwen2.5 and Mistral, in Flax NNX.
+"""One decoder for Llama 2 and 3, SmolLM2, Qwen2.5, Qwen3 and Mistral, in Flax NNX.
 
 NNX modules describe a layer; `Llama` splits them once into a graph definition and
 exposes pure functions over plain dicts, which is all that engines see.
@@ -7,7 +7,6 @@ Letters: B batch, T tokens, D model, N query heads, K kv heads, H head dim, F
 feed-forward, V vocabulary, L layers.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -16,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
 
-from models.llama_configs import LlamaConfig, RopeScaling
+from models import rotary
+from models.llama_configs import LlamaConfig
 from mtuner_jax.adapters import lora
 from mtuner_jax.ops import dropout, tapes
 from mtuner_jax.ops.attention import api as attention
@@ -44,14 +44,14 @@ class Context(NamedTuple):
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * scale, computed in at least float32."""
+    """x / rms(x) * scale over the last dim, computed in at least float32."""
 
     def __init__(self, size: int, *, eps: float):
         self.scale = nnx.Param(jnp.ones(size))
         self.eps = eps
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """[B, T, D] -> [B, T, D]."""
+        """[..., D] -> [..., D]."""
         return rms_norm(x_BTD, self.scale[...], eps=self.eps)
 
 
@@ -81,6 +81,9 @@ class Attention(nnx.Module):
         self.k_proj = Linear("self_attn.k_proj", config)
         self.v_proj = Linear("self_attn.v_proj", config)
         self.o_proj = Linear("self_attn.o_proj", config)
+        eps, self.qk_norm = config.rms_norm_eps, config.qk_norm
+        self.q_norm = RMSNorm(config.head_dim, eps=eps) if self.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, eps=eps) if self.qk_norm else None
         self.head_dim, self.spec = config.head_dim, spec
 
     def __call__(
@@ -92,10 +95,18 @@ class Attention(nnx.Module):
     ) -> jax.Array:
         """[B, T, D] -> [B, T, D]."""
         heads = (*x_BTD.shape[:2], -1, self.head_dim)
-        q = rotate(self.q_proj(x_BTD, adapters).reshape(heads), context)
-        k = rotate(self.k_proj(x_BTD, adapters).reshape(heads), context)
+        q = self.q_proj(x_BTD, adapters).reshape(heads)
+        k = self.k_proj(x_BTD, adapters).reshape(heads)
+        if self.q_norm is not None and self.k_norm is not None:
+            # The norms' gradients need what went in: that is kept, and no product is
+            # done twice; norms and rotation are.
+            q = rotate(self.q_norm(tape.keep("query", q)), context)
+            k = rotate(self.k_norm(tape.keep("key", k)), context)
+        else:
+            q = tape.keep("query", rotate(q, context))
+            k = tape.keep("key", rotate(k, context))
         v = self.v_proj(x_BTD, adapters).reshape(heads)
-        qkv = Qkv(tape.keep("query", q), tape.keep("key", k), tape.keep("value", v))
+        qkv = Qkv(q, k, tape.keep("value", v))
         ids = context.segment_ids
         out_BTNH = tape.keep_pair(
             "attention",
@@ -205,11 +216,16 @@ class Llama:
 
     def context(self, batch: Any) -> Context:
         """Rotary angles, segments and places of a batch."""
-        inverse_H = inverse_frequencies(self.config)
-        angles = batch.positions[:, :, None].astype(jnp.float32) * inverse_H
+        config = self.config
+        angles = rotary.angles(
+            batch,
+            head_dim=config.head_dim,
+            theta=config.rope_theta,
+            scaling=config.rope_scaling,
+        )
         return Context(
-            cos_BTH=jnp.cos(angles),
-            sin_BTH=jnp.sin(angles),
+            cos_BTH=angles.cos_BTH,
+            sin_BTH=angles.sin_BTH,
             segment_ids=batch.segment_ids,
             places=dropout.Places(batch.sample_ids, batch.positions),
         )
@@ -237,11 +253,11 @@ class Llama:
 
 
 def rms_norm(x_BTD: jax.Array, scale_D: jax.Array, *, eps: float) -> jax.Array:
-    """x / sqrt(mean(x^2) + eps) * scale, [B, T, D]; computed in at least float32."""
+    """x / sqrt(mean(x^2) + eps) * scale, [..., D]; computed in at least float32."""
     wide = x_BTD.astype(np.promote_types(x_BTD.dtype, jnp.float32))
     mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
     normed = (wide * jax.lax.rsqrt(mean + eps)).astype(x_BTD.dtype)
-    return normed * scale_D[None, None, :]
+    return normed * jnp.expand_dims(scale_D, range(x_BTD.ndim - 1))
 
 
 def rotate(x_BTNH: jax.Array, context: Context) -> jax.Array:
@@ -252,29 +268,6 @@ def rotate(x_BTNH: jax.Array, context: Context) -> jax.Array:
     first, second = jnp.split(x_BTNH.astype(wide), 2, axis=-1)
     rotated = (first * cos - second * sin, second * cos + first * sin)
     return jnp.concatenate(rotated, axis=-1).astype(x_BTNH.dtype)
-
-
-def inverse_frequencies(config: LlamaConfig) -> jax.Array:
-    """Rotary frequencies, float32 [1, 1, H / 2]."""
-    exponents = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
-    inverse_H = 1.0 / (jnp.float32(config.rope_theta) ** exponents)
-    if config.rope_scaling is not None:
-        inverse_H = _llama3_frequencies(inverse_H, config.rope_scaling)
-    return inverse_H[None, None, :]
-
-
-def _llama3_frequencies(inverse_H: jax.Array, scaling: RopeScaling) -> jax.Array:
-    """Slows down long wavelengths, as Llama 3.1's reference code does."""
-    old_length = scaling.original_max_position_embeddings
-    wavelengths = 2.0 * math.pi / inverse_H
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    smooth = (old_length / wavelengths - low) / (high - low)
-    blended = (1.0 - smooth) * inverse_H / scaling.factor + smooth * inverse_H
-    slowed = jnp.where(
-        wavelengths > old_length / low, inverse_H / scaling.factor, inverse_H
-    )
-    between = (wavelengths <= old_length / low) & (wavelengths >= old_length / high)
-    return jnp.where(between, blended, slowed)
 
 
 def _flatten(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -6,10 +6,13 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-FAMILIES = ("llama", "qwen2", "mistral")
+from models import rotary
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
     "mistral": "MistralForCausalLM",
 }
 
@@ -17,22 +20,13 @@ _ARCHITECTURES = {
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048},
     "qwen2": {"max_position_embeddings": 32768},
+    "qwen3": {"max_position_embeddings": 32768, "head_dim": 128},
     "mistral": {"max_position_embeddings": 131072, "sliding_window": 4096},
 }
 
 
 class ModelConfigError(ValueError):
     """A `config.json` that this decoder cannot represent."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """Llama 3's stretched rotary frequencies (`rope_type: llama3`)."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
 
 
 class LinearShape(NamedTuple):
@@ -48,9 +42,11 @@ class LlamaConfig:
     """Sizes and switches of one decoder.
 
     Attributes:
-      family: `llama`, `qwen2` (bias on q, k, v) or `mistral`.
+      family: `llama`, `qwen2` (bias on q, k, v), `qwen3` (norms of each head's query
+        and key) or `mistral`.
       sliding_window: Tokens a position may look back over; 0 means all.
       rope_scaling: None means plain rotary frequencies.
+      max_position_embeddings: Tokens of the longest document it is made for.
     """
 
     family: str = "llama"
@@ -63,7 +59,7 @@ class LlamaConfig:
     head_dim: int
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: rotary.RopeScaling | None = None
     max_position_embeddings: int = 4096
     sliding_window: int = 0
     tie_word_embeddings: bool = False
@@ -79,6 +75,21 @@ class LlamaConfig:
             )
         if self.head_dim % 2:
             raise ModelConfigError(f"head_dim={self.head_dim} must be even for rotary")
+
+    @property
+    def norms(self) -> dict[str, int]:
+        """The norms of a layer by module name, with their sizes."""
+        stream = ("input_layernorm", "post_attention_layernorm")
+        heads = ("self_attn.q_norm", "self_attn.k_norm") if self.qk_norm else ()
+        return {
+            **dict.fromkeys(stream, self.hidden_size),
+            **dict.fromkeys(heads, self.head_dim),
+        }
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether queries and keys are normed, head by head, before rotation."""
+        return self.family == "qwen3"
 
     @property
     def linears(self) -> dict[str, LinearShape]:
@@ -100,7 +111,7 @@ class LlamaConfig:
         """Weights of the whole decoder; tied embeddings count once."""
         linears = self.linears.values()
         layer = sum((one.in_dim + one.bias) * one.out_dim for one in linears)
-        norms = (2 * self.num_layers + 1) * self.hidden_size
+        norms = self.num_layers * sum(self.norms.values()) + self.hidden_size
         tables = 1 if self.tie_word_embeddings else 2
         table = tables * self.vocab_size * self.hidden_size
         return self.num_layers * layer + norms + table
@@ -113,9 +124,6 @@ def from_file(path: pathlib.Path) -> LlamaConfig:
 
 def from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
     """Translates the content of a Hugging Face `config.json`.
-
-    Both spellings of the rotary settings are taken: `rope_theta` + `rope_scaling`
-    (files on the hub) and `rope_parameters` (written by transformers 5).
 
     Raises:
       ModelConfigError: An architecture, rotary type or activation that is not
@@ -136,7 +144,10 @@ def from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
         raise ModelConfigError(f"config.json lacks {', '.join(missing)}")
     num_heads = hf["num_attention_heads"]
     attention_bias = bool(hf.get("attention_bias", False))
-    theta, scaling = _rope(hf)
+    try:
+        theta, scaling = rotary.parse(hf)
+    except rotary.RopeError as error:
+        raise ModelConfigError(str(error)) from None
     return LlamaConfig(
         family=family,
         vocab_size=hf["vocab_size"],
@@ -153,7 +164,7 @@ def from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
         sliding_window=_sliding_window(hf, family),
         tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
         attention_bias=attention_bias or family == "qwen2",
-        attention_out_bias=attention_bias and family == "llama",
+        attention_out_bias=attention_bias and family in ("llama", "qwen3"),
         mlp_bias=bool(hf.get("mlp_bias", False)) and family == "llama",
     )
 
@@ -177,39 +188,21 @@ def to_hf(config: LlamaConfig) -> dict[str, Any]:
         "tie_word_embeddings": config.tie_word_embeddings,
     }
     if config.rope_scaling is not None:
-        hf["rope_scaling"] = {
-            "rope_type": "llama3",
-            **dataclasses.asdict(config.rope_scaling),
-        }
-    if config.family == "llama":
+        hf["rope_scaling"] = rotary.to_hf(config.rope_scaling)
+    if config.family in ("llama", "qwen3"):
         hf["attention_bias"] = config.attention_bias
+    if config.family == "llama":
         hf["mlp_bias"] = config.mlp_bias
     if config.family == "mistral":
         hf["sliding_window"] = config.sliding_window or None
     return hf
 
 
-def _rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    parameters = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
-    theta = parameters.pop("rope_theta", None) or hf.get("rope_theta") or 10000.0
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind == "default":
-        return float(theta), None
-    if kind != "llama3":
-        raise ModelConfigError(
-            f"rope_type={kind!r} is not implemented; supported: 'default', 'llama3'"
-        )
-    names = [field.name for field in dataclasses.fields(RopeScaling)]
-    missing = [name for name in names if name not in parameters]
-    if missing:
-        raise ModelConfigError(f"rope_type 'llama3' lacks {', '.join(missing)}")
-    return float(theta), RopeScaling(**{name: parameters[name] for name in names})
-
-
 def _sliding_window(hf: Mapping[str, Any], family: str) -> int:
-    if family == "llama" or (family == "qwen2" and not hf.get("use_sliding_window")):
+    qwen = family in ("qwen2", "qwen3")
+    if family == "llama" or (qwen and not hf.get("use_sliding_window")):
         return 0
-    if family == "qwen2":
+    if qwen:
         raise ModelConfigError(
             "use_sliding_window=true (a window in some layers only) is not implemented"
         )

@@ -18,6 +18,8 @@ class LlamaShape:
     num_heads = property(lambda self: self.config.num_heads)
     num_kv_heads = property(lambda self: self.config.num_kv_heads)
     head_dim = property(lambda self: self.config.head_dim)
+    max_positions = property(lambda self: self.config.max_position_embeddings)
+    qk_norm = property(lambda self: self.config.qk_norm)
     vocab_size = property(lambda self: self.config.vocab_size)
     num_parameters = property(lambda self: self.config.num_parameters)
 
@@ -35,7 +37,7 @@ class LlamaShape:
 
 
 class LlamaFamily:
-    """Llama 2 and 3, SmolLM2, Qwen2.5 and Mistral (`Family`)."""
+    """Llama 2 and 3, SmolLM2, Qwen2.5, Qwen3 and Mistral (`Family`)."""
 
     def named(self) -> dict[str, LlamaShape]:
         """Well-known shapes by name."""

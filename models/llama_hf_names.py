@@ -65,6 +65,6 @@ def _layer(config: LlamaConfig, layer: int) -> list[HfTensor]:
         found.append(tensor(module, "kernel", (linear.out_dim, linear.in_dim)))
         if linear.bias:
             found.append(tensor(module, "bias", (linear.out_dim,)))
-    for norm in ("input_layernorm", "post_attention_layernorm"):
-        found.append(tensor(norm, "scale", (config.hidden_size,)))
+    for norm, size in config.norms.items():
+        found.append(tensor(norm, "scale", (size,)))
     return found

@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from models.llama_configs import LlamaConfig, RopeScaling
+from models.llama_configs import LlamaConfig
+from models.rotary import Llama3Scaling
 
 
 def _llama2(hidden: int, ffn: int, layers: int, heads: int, kv: int) -> LlamaConfig:
@@ -18,7 +19,7 @@ def _llama2(hidden: int, ffn: int, layers: int, heads: int, kv: int) -> LlamaCon
     )
 
 
-_LLAMA31_ROPE = RopeScaling(
+_LLAMA31_ROPE = Llama3Scaling(
     factor=8.0,
     low_freq_factor=1.0,
     high_freq_factor=4.0,
@@ -37,6 +38,22 @@ def _llama3(hidden: int, ffn: int, layers: int, heads: int, kv: int) -> LlamaCon
     )
 
 
+def _qwen3(
+    hidden: int, ffn: int, layers: int, heads: int, *, tied: bool = False
+) -> LlamaConfig:
+    """Qwen3's settings at any size; all dense ones have 8 kv heads of 128."""
+    return dataclasses.replace(
+        _llama2(hidden, ffn, layers, heads, 8),
+        family="qwen3",
+        vocab_size=151936,
+        head_dim=128,
+        rms_norm_eps=1e-6,
+        rope_theta=1000000.0,
+        max_position_embeddings=40960,
+        tie_word_embeddings=tied,
+    )
+
+
 SIZES: dict[str, LlamaConfig] = {
     "llama2-7b": _llama2(4096, 11008, 32, 32, 32),
     "llama2-13b": _llama2(5120, 13824, 40, 40, 40),
@@ -46,6 +63,11 @@ SIZES: dict[str, LlamaConfig] = {
     "llama3.1-70b": _llama3(8192, 28672, 80, 64, 8),
     "llama3.2-1b": dataclasses.replace(
         _llama3(2048, 8192, 16, 32, 8),
+        tie_word_embeddings=True,
+        rope_scaling=dataclasses.replace(_LLAMA31_ROPE, factor=32.0),
+    ),
+    "llama3.2-3b": dataclasses.replace(
+        _llama3(3072, 8192, 28, 24, 8),
         tie_word_embeddings=True,
         rope_scaling=dataclasses.replace(_LLAMA31_ROPE, factor=32.0),
     ),
@@ -65,6 +87,12 @@ SIZES: dict[str, LlamaConfig] = {
         max_position_embeddings=32768,
         attention_bias=True,
     ),
+    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
+    "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tied=True),
+    "qwen3-4b": _qwen3(2560, 9728, 36, 32, tied=True),
+    "qwen3-8b": _qwen3(4096, 12288, 36, 32),
+    "qwen3-14b": _qwen3(5120, 17408, 40, 40),
+    "qwen3-32b": _qwen3(5120, 25600, 64, 64),
     "smollm2-135m": dataclasses.replace(
         _llama2(576, 1536, 30, 9, 3),
         vocab_size=49152,

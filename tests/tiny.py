@@ -32,6 +32,8 @@ VARIANTS = {
         CONFIG, family="qwen2", attention_bias=True, vocab_size=117
     ),
 }
+# The random plans choose among the variants; these are for chosen cases.
+MODELS = {**VARIANTS, "qk_norm": dataclasses.replace(CONFIG, family="qwen3")}
 
 
 def parameters(model, *, dtype, seed=0):

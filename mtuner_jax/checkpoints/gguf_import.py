@@ -24,6 +24,8 @@ _OUTER_NAMES = {
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
@@ -33,7 +35,7 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _ROPE_FACTORS = "rope_freqs.weight"
-_ARCHITECTURES = ("llama", "qwen2")
+_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 # What every Llama 3.1, 3.2 and 3.3 was released with; only the factor differs.
 _LLAMA3_ROPE = {
     "low_freq_factor": 1.0,
@@ -158,7 +160,7 @@ class GgufFile:
             "rope_scaling": self._rope_scaling(head_dim),
             "max_position_embeddings": self._size("context_length"),
             "tie_word_embeddings": "output.weight" not in self._tensors,
-            "attention_bias": attention_bias and self._architecture == "llama",
+            "attention_bias": attention_bias and self._architecture != "qwen2",
             "mlp_bias": "blk.0.ffn_up.bias" in self._tensors,
         }
         if window:
@@ -191,6 +193,14 @@ class GgufFile:
             return self._size("attention.head_count_kv", heads)
         return 0
 
+    def _written_scaling(self, kind: str) -> dict[str, Any]:
+        """A scaling that the file itself describes."""
+        scaling = {"rope_type": kind, "factor": self._size("rope.scaling.factor")}
+        if kind == "yarn":
+            old = self._size("rope.scaling.original_context_length")
+            scaling["original_max_position_embeddings"] = old
+        return scaling
+
     def _rope_scaling(self, head_dim: int) -> dict[str, Any] | None:
         rotated = self._size("rope.dimension_count", head_dim)
         if rotated != head_dim:
@@ -199,6 +209,8 @@ class GgufFile:
                 f"not implemented"
             )
         kind = self._size("rope.scaling.type", "none")
+        if kind in ("linear", "yarn"):
+            return self._written_scaling(kind)
         if kind != "none":
             raise GgufError(f"{self._path}: rope scaling {kind!r} is not implemented")
         if _ROPE_FACTORS not in self._tensors:

@@ -45,6 +45,7 @@ class Workload:
       attention: Implementation of attention, a row of `costs.fitted.ATTENTION`.
       low_rank: Implementation of adapters, a row of `costs.fitted.LOW_RANK`.
       dropout: Whether adapters have dropout.
+      qk_norm: Whether queries and keys are normed, head by head, before rotation.
     """
 
     model: str
@@ -64,6 +65,7 @@ class Workload:
     attention: str = "cudnn"
     low_rank: str = "xla"
     dropout: bool = False
+    qk_norm: bool = False
 
     @property
     def intermediate_size(self) -> int:
@@ -75,7 +77,8 @@ class Workload:
         """Its sizes in a line: what a plan is for, whatever the model's name.
 
         Such as `L32 D4096 F11008 N32 K32 H128 V32000`, by the letters above; `tied`
-        behind it where one table serves as input and output.
+        behind it where one table serves as input and output, `qk` where queries and
+        keys are normed.
         """
         sizes = {
             "L": self.num_layers,
@@ -87,7 +90,8 @@ class Workload:
             "V": self.vocab_size,
         }
         words = [f"{letter}{size}" for letter, size in sizes.items()]
-        return " ".join([*words, "tied"] if self.tied_embeddings else words)
+        words += ["tied"] if self.tied_embeddings else []
+        return " ".join([*words, "qk"] if self.qk_norm else words)
 
     @property
     def weight_bytes(self) -> int:

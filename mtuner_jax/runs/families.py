@@ -34,6 +34,16 @@ class ModelShape(Protocol):
         ...
 
     @property
+    def qk_norm(self) -> bool:
+        """Whether queries and keys are normed, head by head, before rotation."""
+        ...
+
+    @property
+    def max_positions(self) -> int:
+        """Tokens of the longest document that it is made for."""
+        ...
+
+    @property
     def vocab_size(self) -> int:
         """Rows of the embedding table (V)."""
         ...

@@ -135,6 +135,7 @@ def resolve(shape: ModelShape, request: StepRequest) -> ResolvedModel:
             for name, leaf in leaves.items()
             if not any(shardings.LOGICAL_DIMS[name])
         ),
+        qk_norm=shape.qk_norm,
         max_length=request.max_length,
         global_batch_size=request.global_batch_size,
         weight_dtype=request.dtype,

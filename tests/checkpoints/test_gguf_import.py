@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from models import llama_configs, llama_hf_names
+from models import llama_configs, llama_hf_names, rotary
 from mtuner_jax.checkpoints import gguf_import, gguf_tokenizers, hf_import
 
 
@@ -27,6 +27,8 @@ GGUF_NAMES = {
     "lm_head": "output",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
@@ -80,7 +82,7 @@ def write_gguf(tmp_path):
     return write
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2"])
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_config_and_tensors_survive_the_way_through_gguf(tiny, write_gguf, arch, tied):
     config = tiny.config(
@@ -122,7 +124,7 @@ def test_quantised_tensors_load_through_the_common_path(tiny, write_gguf, kind, 
 
 
 def test_llama3_rope_is_recovered_from_its_factors(tiny, write_gguf):
-    scaling = llama_configs.RopeScaling(
+    scaling = rotary.Llama3Scaling(
         factor=32.0,
         low_freq_factor=1.0,
         high_freq_factor=4.0,
@@ -151,13 +153,31 @@ def test_llama3_rope_is_recovered_from_its_factors(tiny, write_gguf):
     assert got.rope_scaling == scaling
 
 
+def test_linear_and_yarn_scalings_are_read(tiny, write_gguf):
+    config = tiny.config(num_layers=1)
+    for kind, name in (("LINEAR", "linear"), ("YARN", "yarn")):
+
+        def extra(writer, kind=kind):
+            writer.add_rope_scaling_type(gguf.RopeScalingType[kind])
+            writer.add_rope_scaling_factor(4.0)
+            writer.add_rope_scaling_orig_ctx_len(512)
+
+        path = write_gguf(config, tiny.tensors(config), extra=extra)
+        got = llama_configs.from_hf(gguf_import.GgufFile(path).hf_config())
+        hf = {"rope_type": name, "factor": 4.0}
+        if name == "yarn":
+            hf["original_max_position_embeddings"] = 512
+        want = llama_configs.to_hf(config) | {"rope_scaling": hf}
+        assert got.rope_scaling == llama_configs.from_hf(want).rope_scaling
+
+
 @pytest.mark.parametrize(
     ("extra", "text"),
     [
         (lambda w: w.add_expert_count(8), "mixtures of experts"),
         (
-            lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN),
-            "rope scaling 'yarn'",
+            lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE),
+            "rope scaling 'longrope'",
         ),
         (lambda w: w.add_rope_dimension_count(8), "rotary on 8 of 16 dims"),
         (

@@ -35,6 +35,23 @@ LLAMA3_ROPE = {  # stretches most of H = 8 frequencies; TOKENS is past the old l
     "original_max_position_embeddings": 16,
 }
 LLAMA3 = {"rope_parameters": {**LLAMA3_ROPE, "rope_theta": 500.0}}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+# Documents of TOKENS are beyond the model's length.
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 500.0}
+SHORT = {"max_position_embeddings": 16}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 500.0,
+}
+YARN_SETTINGS = {
+    "beta_fast": 4.0,
+    "beta_slow": 0.5,
+    "truncate": False,
+    "mscale": 1.5,
+    "mscale_all_dim": 0.5,
+}
 CASES = {
     "llama 2, MHA": ("LlamaConfig", {"num_key_value_heads": 4}),
     "GQA, one kv head": ("LlamaConfig", {"num_key_value_heads": 1}),
@@ -44,6 +61,15 @@ CASES = {
     "biases everywhere": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
     "qwen2": ("Qwen2Config", {"rms_norm_eps": 1e-3}),
     "qwen2, tied": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {"head_dim": 16, "rms_norm_eps": 1e-3}),
+    "qwen3, tied, biases": (
+        "Qwen3Config",
+        {"head_dim": 8, "tie_word_embeddings": True, "attention_bias": True},
+    ),
+    "linear": ("LlamaConfig", {"rope_parameters": {**LINEAR, "rope_theta": 500.0}}),
+    "dynamic": ("LlamaConfig", {"rope_parameters": DYNAMIC, **SHORT}),
+    "yarn": ("LlamaConfig", {"rope_parameters": YARN}),
+    "yarn, all settings": ("Qwen2Config", {"rope_parameters": YARN | YARN_SETTINGS}),
     "mistral": ("MistralConfig", {"sliding_window": None}),
     "mistral, window": ("MistralConfig", {"sliding_window": 8}),
 }

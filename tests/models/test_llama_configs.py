@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from models import llama_configs, llama_sizes
+from models import llama_configs, llama_sizes, rotary
 from models.llama_configs import ModelConfigError
 
 LLAMA = {
@@ -62,7 +62,22 @@ def test_kv_heads_and_head_dim_follow_from_the_heads():
 def test_both_spellings_of_the_rotary_settings_are_read(spelling):
     config = llama_configs.from_hf({**LLAMA, **spelling})
     assert config.rope_theta == 500.0
-    assert config.rope_scaling == llama_configs.RopeScaling(**ROPE)
+    assert config.rope_scaling == rotary.Llama3Scaling(**ROPE)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
+        {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5},
+    ],
+)
+def test_scalings_survive_the_round_trip(scaling):
+    config = llama_configs.from_hf({**LLAMA, "rope_scaling": scaling})
+    assert config.rope_scaling is not None
+    assert llama_configs.from_hf(llama_configs.to_hf(config)) == config
 
 
 @pytest.mark.parametrize(
@@ -95,6 +110,8 @@ def test_only_families_that_use_a_window_have_one(family, changes, window):
         ({"mlp_bias": True}, (False, False, True)),
         ({"model_type": "qwen2"}, (True, False, False)),
         ({"model_type": "mistral"}, (False, False, False)),
+        ({"model_type": "qwen3"}, (False, False, False)),
+        ({"model_type": "qwen3", "attention_bias": True}, (True, True, False)),
     ],
 )
 def test_biases_are_those_of_the_family(changes, biases):
@@ -106,10 +123,13 @@ def test_biases_are_those_of_the_family(changes, biases):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"model_type": "gemma3"}, "'gemma3' is not supported; .* llama, qwen2, mistr"),
+        ({"model_type": "gemma3"}, "'gemma3' is not supported; .* llama, qwen2, qwen3"),
         ({"model_type": ""}, "model_type='' is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu': only 'silu'"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type='yarn' is not"),
+        ({"rope_scaling": {"type": "su", "factor": 2.0}}, "'su' is not implem.* yarn"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_type 'linear' lacks factor"),
+        ({"rope_scaling": "linear"}, "rope_scaling='linear' must be an object"),
+        ({"model_type": "qwen3", "use_sliding_window": True}, "use_sliding_window=t"),
         (
             {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
             "'llama3' lacks low_freq_factor, high_freq_factor, original_max",

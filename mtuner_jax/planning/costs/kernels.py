@@ -125,12 +125,12 @@ def _forward_features(workload: Workload) -> int:
     """Elements that elementwise kernels move for a token, forward.
 
     Two norms read the stream twice and write it, two residuals read it twice and write
-    it, rotation reads and writes queries and keys, the gate reads two and writes
-    one of the wide tensors.
+    it, rotation reads and writes queries and keys, their norms read them twice and
+    write them, the gate reads two and writes one of the wide tensors.
     """
     return (
         12 * workload.hidden_size
-        + 2 * _rotated_features(workload)
+        + _rotation_moves(workload) * _rotated_features(workload)
         + 3 * workload.intermediate_size
     )
 
@@ -141,9 +141,17 @@ def _backward_features(workload: Workload, saved: Saved) -> int:
     rotated, names = _rotated_features(workload), SAVED_TENSORS[saved]
     features = 19 * stream + 2 * rotated + 5 * wide
     features += 0 if "mlp_input" in names else 9 * stream
-    features += 0 if "query" in names else 2 * rotated
+    if workload.qk_norm:
+        features += (5 + _rotation_moves(workload)) * rotated  # redone in any case
+    else:
+        features += 0 if "query" in names else 2 * rotated
     features += 0 if "hidden" in names else 3 * wide
     return features
+
+
+def _rotation_moves(workload: Workload) -> int:
+    """Elements moved for each feature that is rotated, and normed before."""
+    return 5 if workload.qk_norm else 2
 
 
 def _rotated_features(workload: Workload) -> int:

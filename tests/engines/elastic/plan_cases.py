@@ -120,7 +120,7 @@ def engine_weights(model, plan, mesh, weights, *, dtype):
 @functools.cache
 def setting(variant, dtype):
     """(model, adapter specs, numpy weights, numpy adapters, batches of all steps)."""
-    model = llama.Llama(tiny.VARIANTS[variant])
+    model = llama.Llama(tiny.MODELS[variant])
     specs = tiny.adapters(model, rank_pattern={"layers.1.self_attn.q_proj": 2})
     rng = np.random.default_rng(3)
     batches = [

@@ -49,9 +49,9 @@ KEPT_FLOATS = {
 }
 
 
-def segment_run(saved, *, prefetch=False):
+def segment_run(saved, *, prefetch=False, config=CONFIG):
     """(run, segment, x, arena) of all layers on one device, whole weights."""
-    model = llama.Llama(CONFIG)
+    model = llama.Llama(config)
     specs = tiny.adapters(model)
     rows = tiny.batch(
         np.random.default_rng(0), rows=ROWS, tokens=TOKENS, vocab_size=model.vocab_size
@@ -112,10 +112,10 @@ def test_policy_keeps_exactly_these_floats(saved, prefetch):
         assert kept.inputs == []
 
 
-def dots_of_backward(saved):
+def dots_of_backward(saved, config):
     """Products in the lowered backward pass of a layer."""
-    run, segment, x_BTD, arena = segment_run(saved)
-    kept = jax.tree.map(jnp.zeros_like, residuals(saved)[1])
+    run, segment, x_BTD, arena = segment_run(saved, config=config)
+    kept = jax.tree.map(jnp.zeros_like, residuals(saved, config=config)[1])
 
     def backward(kept, dx_BTD, arena):
         grads = jax.tree.map(jnp.zeros_like, run.adapters)
@@ -143,6 +143,7 @@ ATTENTION_FORWARD, ATTENTION_BACKWARD = 2, 5
         (Saved.LAYER_INPUT_ON_HOST, 6 * LINEAR + ATTENTION_FORWARD),
     ],
 )
-def test_backward_recomputes_only_what_was_not_kept(saved, recomputed):
+@pytest.mark.parametrize("model", ["gqa", "qk_norm"])
+def test_backward_recomputes_only_what_was_not_kept(saved, recomputed, model):
     backward = 7 * LINEAR_BACKWARD + ATTENTION_BACKWARD
-    assert dots_of_backward(saved) == backward + recomputed
+    assert dots_of_backward(saved, tiny.MODELS[model]) == backward + recomputed

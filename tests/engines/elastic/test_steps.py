@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax.numpy as jnp
 import pytest
 
@@ -7,12 +9,21 @@ from tests.engines.elastic import plan_cases
 NUM_RANDOM = 200
 # A few of the random plans in every run; together they touch each choice and mesh.
 FIXED = (1, 3, 8, 14, 36)
+QK_NORM = (10, 21)
 
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("seed", FIXED)
 def test_random_plan_equals_the_plain_step(seed):
     plan_cases.check(plan_cases.random_case(seed), dtype=jnp.float64)
+
+
+# Each with three segments of unlike saved tensors and a tail.
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("seed", QK_NORM)
+def test_random_plan_of_a_model_with_norms_of_queries_and_keys(seed):
+    case = dataclasses.replace(plan_cases.random_case(seed), variant="qk_norm")
+    plan_cases.check(case, dtype=jnp.float64)
 
 
 @pytest.mark.slow
