@@ -6,6 +6,8 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from mtuner_jax.configs import UserError
+
 FAMILIES = ("llama", "qwen2", "mistral")
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -21,7 +23,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-class ModelConfigError(ValueError):
+class ModelConfigError(UserError):
     """A `config.json` that this decoder cannot represent."""
 
 

@@ -10,24 +10,24 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from models import llama_family
-from mtuner_jax.configs import ConfigError, RunConfig
+from mtuner_jax.configs import RunConfig
 from mtuner_jax.runs import lora
-from mtuner_jax.settings import cli
-from mtuner_jax.training import logs, metrics
+from mtuner_jax.settings import cli, programs
+from mtuner_jax.training import logs
 
 RECIPE = pathlib.Path(__file__).resolve().parent.parent / "examples/default.yaml"
 
 
 def main(argv: list[str]) -> int:
     """Runs one training run; returns the exit code."""
-    try:
-        config = read_config(argv)
-        with logs.to_console():
-            lora.train(config, llama_family.FAMILY, argv=argv)
-    except (ConfigError, metrics.NonFiniteError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
-    return 0
+    return programs.guarded(lambda: train(argv))
+
+
+def train(argv: list[str]) -> None:
+    """Reads the settings, and trains."""
+    config = read_config(argv)
+    with logs.to_console():
+        lora.train(config, llama_family.FAMILY, argv=argv)
 
 
 def read_config(argv: list[str]) -> RunConfig:

@@ -7,8 +7,10 @@ import pathlib
 import shutil
 from collections.abc import Generator, Sequence
 
+from mtuner_jax.configs import UserError
 
-class FolderError(ValueError):
+
+class FolderError(UserError):
     """A folder that must not be replaced."""
 
 

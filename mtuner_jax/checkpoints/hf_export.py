@@ -27,7 +27,7 @@ from mtuner_jax.checkpoints import (
     peft_tensors,
     safetensors_files,
 )
-from mtuner_jax.configs import LoraConfig
+from mtuner_jax.configs import LoraConfig, UserError
 from mtuner_jax.weights import loading, sources
 
 Params = dict[str, Any]
@@ -61,11 +61,11 @@ _DTYPES = {
 }
 
 
-class ExportError(ValueError):
+class ExportError(UserError):
     """An option that no export can have."""
 
 
-class AdapterFileError(ValueError):
+class AdapterFileError(UserError):
     """A folder that does not hold an adapter, or not the one asked for."""
 
 

@@ -19,6 +19,7 @@ import huggingface_hub.errors
 import jax
 
 from mtuner_jax.checkpoints import matching, safetensors_files
+from mtuner_jax.configs import UserError
 from mtuner_jax.weights import loading, sources
 
 Params = dict[str, Any]
@@ -32,7 +33,7 @@ _SAMPLE_BYTES = 1 << 20
 logger = logging.getLogger(__name__)
 
 
-class ModelNotFoundError(ValueError):
+class ModelNotFoundError(UserError):
     """No folder, GGUF file or hub model under the name asked for."""
 
 

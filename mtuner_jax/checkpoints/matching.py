@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from mtuner_jax.checkpoints import safetensors_files
+from mtuner_jax.configs import UserError
 from mtuner_jax.weights import loading, sources
 
 # Tensors of older files that are computed, not learned.
@@ -18,7 +19,7 @@ _ROWS_AT_A_TIME = 4096
 Params = dict[str, Any]
 
 
-class ImportMismatchError(ValueError):
+class ImportMismatchError(UserError):
     """Tensors missing, unexpected or of another shape than the model wants."""
 
 

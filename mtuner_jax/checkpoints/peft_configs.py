@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mtuner_jax.adapters import lora
-from mtuner_jax.configs import LoraConfig
+from mtuner_jax.configs import LoraConfig, UserError
 
 # What must have this value (or be absent) for an adapter to mean what ours mean.
 _REQUIRED = {
@@ -22,7 +22,7 @@ _REQUIRED = {
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-class PeftConfigError(ValueError):
+class PeftConfigError(UserError):
     """An `adapter_config.json` that asks for what is not implemented."""
 
 

@@ -10,11 +10,12 @@ import numpy as np
 
 from mtuner_jax.adapters import lora
 from mtuner_jax.checkpoints import matching
+from mtuner_jax.configs import UserError
 
 Adapters = Mapping[str, Mapping[str, Any]]
 
 
-class AdapterTensorsError(ValueError):
+class AdapterTensorsError(UserError):
     """Adapters that must not be written, or tensors that are not the ones wanted."""
 
 

@@ -15,6 +15,7 @@ import safetensors
 import safetensors.numpy
 
 from mtuner_jax.checkpoints import folders
+from mtuner_jax.configs import UserError
 from mtuner_jax.weights import sources
 
 SINGLE = "model.safetensors"
@@ -22,7 +23,7 @@ INDEX = "model.safetensors.index.json"
 FLOAT_DTYPES = ("F16", "BF16", "F32")
 
 
-class SafetensorsError(ValueError):
+class SafetensorsError(UserError):
     """A file or folder that cannot be read as safetensors, or a write that failed."""
 
 

@@ -5,7 +5,7 @@ PEFT (`lora.r`, `lora.lora_alpha`). `settings.cli` parses YAML and flags into th
 nothing below ever sees a dict or a string flag.
 """
 
-from mtuner_jax.configs.errors import ConfigError
+from mtuner_jax.configs.errors import ConfigError, RunError, UserError
 from mtuner_jax.configs.runs import (
     DatasetConfig,
     LoraConfig,
@@ -26,5 +26,7 @@ __all__ = [
     "Overlong",
     "Platform",
     "RunConfig",
+    "RunError",
     "TrainOn",
+    "UserError",
 ]

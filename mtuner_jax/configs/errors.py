@@ -1,11 +1,28 @@
-"""What is wrong with a setting, and the checks that most settings need."""
+"""What a user can mend, and the checks that most settings need.
+
+Every error that a user can do something about derives from `UserError`; programs print
+it as `error: ...` and end with its `exit_code` (`settings.programs.guarded`).
+Anything else is a fault of ours and keeps its traceback.
+"""
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, ClassVar
 
 
-class ConfigError(ValueError):
+class UserError(ValueError):
+    """What a user can mend: what was asked, what was found, what to change."""
+
+    exit_code: ClassVar[int] = 2
+
+
+class ConfigError(UserError):
     """A setting the user has to change; the text says which and to what."""
+
+
+class RunError(UserError):
+    """A run under way that cannot go on, such as a loss that is no number."""
+
+    exit_code = 1
 
 
 def require(condition: object, text: str) -> None:
