@@ -9,23 +9,23 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from models import llama_family
 from mtuner_jax.configs import RunConfig
-from mtuner_jax.runs import lora
 from mtuner_jax.settings import cli, programs
-from mtuner_jax.training import logs
 
 RECIPE = pathlib.Path(__file__).resolve().parent.parent / "examples/default.yaml"
 
 
 def main(argv: list[str]) -> int:
     """Runs one training run; returns the exit code."""
-    return programs.guarded(lambda: train(argv))
+    return programs.guarded(lambda: train(read_config(argv), argv))
 
 
-def train(argv: list[str]) -> None:
-    """Reads the settings, and trains."""
-    config = read_config(argv)
+def train(config: RunConfig, argv: list[str]) -> None:
+    """Trains; JAX is imported here, so that a wrong setting is told without it."""
+    from models import llama_family
+    from mtuner_jax.runs import lora
+    from mtuner_jax.training import logs
+
     with logs.to_console():
         lora.train(config, llama_family.FAMILY, argv=argv)
 

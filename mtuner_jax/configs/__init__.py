@@ -6,6 +6,7 @@ nothing below ever sees a dict or a string flag.
 """
 
 from mtuner_jax.configs.errors import ConfigError, RunError, UserError
+from mtuner_jax.configs.planning import PlanConfig
 from mtuner_jax.configs.runs import (
     DatasetConfig,
     LoraConfig,
@@ -24,6 +25,7 @@ __all__ = [
     "OnBadSample",
     "OptimizerConfig",
     "Overlong",
+    "PlanConfig",
     "Platform",
     "RunConfig",
     "RunError",

@@ -62,9 +62,7 @@ class LoraJob:
     @property
     def dtype(self) -> str:
         """Of the frozen weights and of computation."""
-        if self.config.dtype == "auto":
-            return "bfloat16" if self.devices.on_gpu else "float32"
-        return self.config.dtype
+        return requests.dtype_of(self.config.dtype, on_gpu=self.devices.on_gpu)
 
     def request(self) -> requests.StepRequest:
         """The step that is to be planned."""

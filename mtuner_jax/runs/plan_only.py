@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pynvml
 
-from mtuner_jax.configs import ConfigError, LoraConfig, OptimizerConfig, Platform
+from mtuner_jax.configs import ConfigError, OptimizerConfig, PlanConfig, Platform
 from mtuner_jax.devices import detection, meshes, platforms
 from mtuner_jax.engines.elastic.step_specs import StepSpec
 from mtuner_jax.inspection import compile_only
@@ -19,62 +19,6 @@ from mtuner_jax.runs.families import Family
 from mtuner_jax.training import optimizers
 
 _CUDNN_WHEELS = "nvidia-cudnn-cu12 nvidia-cuda-runtime-cu12 nvidia-cuda-nvrtc-cu12"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanConfig:
-    """A step to be planned; settings have the names they have in train.py.
-
-    Attributes:
-      model: Shape by name (`llama2-70b`), local Hugging Face folder or GGUF file;
-        empty for train.py's default model. No weight is read.
-      mesh: Preset (`pcie8`, `nvlink8`, ...), `auto`, or sizes such as `2x2x2`.
-      hardware: Figures of a machine: a preset's name, a calibrated name, a JSON file,
-        or `auto` for those of the mesh, or of the GPUs found here.
-      max_length: Tokens in a row.
-      global_batch_size: Rows in an optimizer step; 0 means one for each device.
-      memory_budget: GiB per device that the compiled step may take; 0 for the pool of
-        XLA's allocator less a reserve.
-      lora: The adapters.
-      dtype: `bfloat16` or `float32`, of frozen weights and activations.
-      attention: `auto` (cuDNN unless rows are packed), `xla` or `cudnn`.
-      packing: Whether rows hold several samples, which cuDNN attention cannot do.
-      plan: `auto` searches; a plan's JSON file is priced instead.
-      output: Where to write the plan for `train.py --plan`; empty for nowhere.
-      json: Where to write plan, price and comparisons; `-` prints them instead of the
-        tables.
-      plot: PNG to draw: memory over the step, ratios of the layers, the two streams.
-      verify: Compile the step for the machine's GPUs, which need not be there, and
-        compare what XLA allocates with what was predicted.
-    """
-
-    model: str = ""
-    mesh: str = "auto"
-    hardware: str = "auto"
-    max_length: int = 1024
-    global_batch_size: int = 0
-    memory_budget: float = 0.0
-    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
-    dtype: str = "bfloat16"
-    attention: str = "auto"
-    packing: bool = False
-    plan: str = "auto"
-    output: str = ""
-    json: str = ""
-    plot: str = ""
-    verify: bool = False
-
-    def __post_init__(self):
-        for name in ("global_batch_size", "memory_budget"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}={getattr(self, name)}: at least 0")
-        if self.plan != "auto" and not self.plan.endswith(".json"):
-            raise ConfigError(
-                f"plan={self.plan!r}: auto, or a plan's .json file; what the static "
-                "plans cost is always part of the table"
-            )
-        if self.attention not in ("auto", "xla", "cudnn"):
-            raise ConfigError(f"attention={self.attention!r}: auto, xla or cudnn")
 
 
 def plan(config: PlanConfig, family: Family, *, say: Callable[[str], None]) -> bool:
@@ -174,15 +118,16 @@ def _request(config: PlanConfig) -> requests.StepRequest:
     found = detection.look()
     here = 0 if platforms.why_cpu(Platform.AUTO, found) else found.num_visible
     mesh = meshes.parse(config.mesh, num_devices=here)
+    dtype = requests.dtype_of(config.dtype, on_gpu=True)
     return requests.StepRequest(
         name=config.model or "SmolLM2-135M-Instruct",
         mesh=mesh,
         global_batch_size=config.global_batch_size or mesh.num_devices,
         max_length=config.max_length,
         lora=config.lora,
-        dtype=config.dtype,
+        dtype=dtype,
         attention=attention.choose(
-            config.attention, on_gpu=True, packing=config.packing, dtype=config.dtype
+            config.attention, on_gpu=True, packing=config.packing, dtype=dtype
         ),
         hardware=config.hardware,
         memory_budget=config.memory_budget,

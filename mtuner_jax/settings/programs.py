@@ -4,6 +4,7 @@ def main(argv: list[str]) -> int:
     return programs.run(argv, PlotConfig, plot, description=__doc__)
 """
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -41,7 +42,12 @@ def run(
 
 
 def guarded(do: Callable[[], int | None]) -> int:
-    """Calls `do`; returns its exit code, or prints a UserError and returns its own."""
+    """Calls `do`; returns its exit code, or prints a UserError and returns its own.
+
+    What takes long to import, or speaks up when imported, is imported in `do`.
+    """
+    # Of what transformers lacks and we do not use; it reads this when it is imported.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         return do() or 0
     except UserError as error:
