@@ -20,14 +20,14 @@ def main(argv: list[str]) -> int:
     return programs.guarded(lambda: train(read_config(argv), argv))
 
 
-def train(config: RunConfig, argv: list[str]) -> None:
+def train(config: RunConfig, argv: list[str]) -> int | None:
     """Trains; JAX is imported here, so that a wrong setting is told without it."""
     from models import llama_family
     from mtuner_jax.runs import lora
     from mtuner_jax.training import logs
 
     with logs.to_console():
-        lora.train(config, llama_family.FAMILY, argv=argv)
+        return lora.train(config, llama_family.FAMILY, argv=argv)
 
 
 def read_config(argv: list[str]) -> RunConfig:
