@@ -19,6 +19,7 @@ class LlamaShape:
     num_kv_heads = property(lambda self: self.config.num_kv_heads)
     head_dim = property(lambda self: self.config.head_dim)
     num_parameters = property(lambda self: self.config.num_parameters)
+    max_positions = property(lambda self: self.config.max_position_embeddings)
 
     def with_layers(self, num_layers: int) -> "LlamaShape":
         """The same model with another number of layers."""

@@ -160,6 +160,8 @@ class RunConfig(OptimizerConfig):
         plans decide themselves.
       profile_guided: On several GPUs, compile the step again after measuring it.
       max_length: Tokens in a row.
+      strict: Stop where a warning would say that the model may learn badly, such as at
+        a max_length beyond its own.
       packing: Several samples in a row, best fit, without seeing each other.
       val_size: Held-out share (below 1) or number of samples; 0 for none.
       eval_dataset: JSONL to evaluate on instead of a held-out part.
@@ -199,6 +201,7 @@ class RunConfig(OptimizerConfig):
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     dataset: DatasetConfig = dataclasses.field(default_factory=DatasetConfig)
     max_length: int = 1024
+    strict: bool = False
     packing: bool = True
     val_size: float = 0.0
     eval_dataset: tuple[str, ...] = ()

@@ -1,6 +1,7 @@
 """Starts JAX on the devices that a mesh asks for: what every program does first."""
 
 import dataclasses
+from typing import Any
 
 import jax
 
@@ -30,6 +31,12 @@ class StartedDevices:
     def device_kind(self) -> str:
         """What JAX calls a device, such as `NVIDIA H200`; `cpu` for virtual ones."""
         return self.mesh.devices.flat[0].device_kind
+
+    @property
+    def hopper(self) -> bool:
+        """Whether these are GPUs of compute capability 9.0 or newer."""
+        device: Any = self.mesh.devices.flat[0]
+        return self.on_gpu and float(device.compute_capability) >= 9.0
 
     @property
     def gpu_kind(self) -> str:

@@ -79,6 +79,8 @@ class LoraJob:
                 on_gpu=devices.on_gpu,
                 packing=config.packing,
                 dtype=self.dtype,
+                head_dim=self.opened.shape.head_dim,
+                hopper=devices.hopper,
             ),
             hardware=config.hardware,
             memory_budget=config.memory_budget,

@@ -1,6 +1,8 @@
 """Opens the model that a user names: its shape, tokenizer and weights on disk."""
 
 import dataclasses
+import logging
+import math
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -21,6 +23,7 @@ from mtuner_jax.runs import shapes
 from mtuner_jax.runs.families import Family, ModelShape
 from mtuner_jax.weights import sources
 
+_logger = logging.getLogger(__name__)
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
@@ -75,6 +78,7 @@ def open_model(family: Family, config: RunConfig) -> OpenedModel:
     # Refuses target modules that the model lacks, before any data is read.
     linears = shape.decoder(attention="xla").linears()
     lora.resolve(config.lora, linears, num_layers=shape.num_layers)
+    _check_length(config, shape)
     return OpenedModel(
         name=config.model or DEFAULT_MODEL,
         path=path,
@@ -89,6 +93,27 @@ def open_model(family: Family, config: RunConfig) -> OpenedModel:
             else hf_import.base_identity(path)
         ),
     )
+
+
+def _check_length(config: RunConfig, shape: ModelShape) -> None:
+    """Says that rows are longer than the positions that the model knows.
+
+    Raises:
+      ConfigError: They are, with `strict`.
+    """
+    if config.max_length <= shape.max_positions:
+        return
+    factor = math.ceil(config.max_length / shape.max_positions)
+    text = (
+        f"max_length={config.max_length:,}, but the model was made for "
+        f"{shape.max_positions:,} tokens (max_position_embeddings): what lies beyond "
+        "is seldom learned well; lower max_length, or stretch the positions in the "
+        'model\'s config.json, such as "rope_scaling": {"rope_type": "linear", '
+        f'"factor": {factor}.0}}'
+    )
+    if config.strict:
+        raise ConfigError(f"{text} (strict=true)")
+    _logger.warning("%s", text)
 
 
 def _refuse_quantized(hf: Mapping[str, Any], path: pathlib.Path) -> None:

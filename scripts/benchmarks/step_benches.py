@@ -46,10 +46,10 @@ class Timed(NamedTuple):
 
 def measure(config: BenchConfig, devices: StartedDevices) -> dict[str, Any]:
     """Runs one configuration; returns what was predicted and measured."""
-    request = _request(config, devices)
     shape = shapes.shape(llama_family.FAMILY, config.model)
     if config.layers:
         shape = shape.with_layers(config.layers)
+    request = _request(config, devices, head_dim=shape.head_dim)
     model = requests.resolve(shape, request)
     plan = _make_plan(config, model, request)
     engine = _make_engine(config, model, plan, devices)
@@ -103,7 +103,9 @@ def random_batch(plan: Plan, *, max_length: int, vocab_size: int) -> Batch:
     )
 
 
-def _request(config: BenchConfig, devices: StartedDevices) -> requests.StepRequest:
+def _request(
+    config: BenchConfig, devices: StartedDevices, *, head_dim: int
+) -> requests.StepRequest:
     product = config.microbatch * config.accumulation * devices.mesh.size
     dtype = requests.dtype_of(config.dtype, on_gpu=devices.on_gpu)
     return requests.StepRequest(
@@ -118,6 +120,8 @@ def _request(config: BenchConfig, devices: StartedDevices) -> requests.StepReque
             on_gpu=devices.on_gpu,
             packing=config.packing,
             dtype=dtype,
+            head_dim=head_dim,
+            hopper=devices.hopper,
         ),
         hardware=config.hardware,
         memory_budget=config.memory_budget,

@@ -159,3 +159,15 @@ def test_an_adapter_is_no_model(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(UserError, match="it is an adapter; point at its base model"):
         open_it(tmp_path)
+
+
+def test_rows_longer_than_the_models_positions_are_warned_of_once(folder, caplog):
+    change_config(folder, max_position_embeddings=512)
+    open_it(folder, max_length=512, strict=True)
+    assert not caplog.records
+    open_it(folder, max_length=600)
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "max_length=600, but the model was made for 512 tokens" in warning
+    assert '"rope_scaling": {"rope_type": "linear", "factor": 2.0}' in warning
+    with pytest.raises(UserError, match=r"max_length=600, .* 512 .*\(strict=true\)"):
+        open_it(folder, max_length=600, strict=True)
