@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from models import rotary
+from mtuner_jax.configs import UserError
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 _ARCHITECTURES = {
@@ -25,7 +26,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-class ModelConfigError(ValueError):
+class ModelConfigError(UserError):
     """A `config.json` that this decoder cannot represent."""
 
 

@@ -22,6 +22,7 @@ class LlamaShape:
     qk_norm = property(lambda self: self.config.qk_norm)
     vocab_size = property(lambda self: self.config.vocab_size)
     num_parameters = property(lambda self: self.config.num_parameters)
+    max_positions = property(lambda self: self.config.max_position_embeddings)
 
     def with_layers(self, num_layers: int) -> "LlamaShape":
         """The same model with another number of layers."""

@@ -18,7 +18,7 @@ _HOMES = {
     "ConfigError": "configs",
     "DatasetConfig": "configs",
     "LoraConfig": "configs",
-    "PlanConfig": "runs.plan_only",
+    "PlanConfig": "configs",
     "RunConfig": "configs",
     "plan": "runs.plan_only",
     "train": "runs.lora",

@@ -21,7 +21,7 @@ from mtuner_jax.calibration import benches, calibrations, layers
 from mtuner_jax.configs import ConfigError, Platform
 from mtuner_jax.devices import meshes, starting
 from mtuner_jax.runs import requests
-from mtuner_jax.settings import cli
+from mtuner_jax.settings import programs
 from mtuner_jax.training import logs
 
 
@@ -52,15 +52,17 @@ class CalibrateConfig:
 
 def main(argv: list[str]) -> int:
     """Measures, writes, prints; 1 if a section failed."""
-    config = cli.parse(
-        argv, CalibrateConfig, prog="calibrate.py", description=__doc__ or ""
-    )
-    with logs.to_console():
-        return run(config)
+    return programs.run(argv, CalibrateConfig, run, description=__doc__)
 
 
 def run(config: CalibrateConfig) -> int:
     """Measures section by section; what fails is taken from the card's preset."""
+    with logs.to_console():
+        return measure(config)
+
+
+def measure(config: CalibrateConfig) -> int:
+    """Measures, writes and prints; 1 if a section failed."""
     started = starting.start(config.mesh, config.platform)
     print(started.lines[0])
     sizes = benches.SMALL if config.small or not started.on_gpu else benches.FULL
@@ -111,7 +113,4 @@ def bench_on(
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except ConfigError as problem:
-        sys.exit(f"error: {problem}")
+    sys.exit(main(sys.argv[1:]))

@@ -13,27 +13,25 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from models import llama_family
-from mtuner_jax.configs import ConfigError
-from mtuner_jax.runs import plan_only
-from mtuner_jax.settings import cli
-from mtuner_jax.training import logs
+from mtuner_jax.configs import PlanConfig
+from mtuner_jax.settings import programs
 
-BAD_INPUT = 2
 DOES_NOT_FIT = 3
 
 
 def main(argv: list[str]) -> int:
     """Plans, prints and writes; returns the exit code."""
-    try:
-        config = cli.parse(
-            argv, plan_only.PlanConfig, prog="plan.py", description=__doc__ or ""
-        )
-        with logs.to_console():
-            fits = plan_only.plan(config, llama_family.FAMILY, say=print)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
+    return programs.run(argv, PlanConfig, plan, description=__doc__)
+
+
+def plan(config: PlanConfig) -> int:
+    """Plans; JAX is imported here, so that a wrong setting is told without it."""
+    from models import llama_family
+    from mtuner_jax.runs import plan_only
+    from mtuner_jax.training import logs
+
+    with logs.to_console():
+        fits = plan_only.plan(config, llama_family.FAMILY, say=print)
     return 0 if fits else DOES_NOT_FIT
 
 

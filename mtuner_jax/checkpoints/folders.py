@@ -5,11 +5,40 @@ import fnmatch
 import os
 import pathlib
 import shutil
+import tempfile
 from collections.abc import Generator, Sequence
 
+from mtuner_jax.configs import UserError
 
-class FolderError(ValueError):
-    """A folder that must not be replaced."""
+
+class FolderError(UserError):
+    """A folder that must not be replaced, or cannot be written to."""
+
+
+def check_writable(folder: pathlib.Path, *, name: str) -> None:
+    """Tries whether a folder can be made or written to; leaves nothing behind.
+
+    Args:
+      folder: Which may not be there yet.
+      name: The setting that names it, for the message.
+
+    Raises:
+      FolderError: It lies below a file, nothing can be written there, or the disk is
+        full.
+    """
+    nearest = folder.absolute()
+    while not nearest.exists():
+        nearest = nearest.parent
+    problem = ""
+    try:
+        if nearest.is_dir():
+            tempfile.TemporaryDirectory(dir=nearest).cleanup()
+        else:
+            problem = f"{nearest} is a file"
+    except OSError as error:
+        problem = f"nothing can be written to {nearest} ({error.strerror})"
+    if problem:
+        raise FolderError(f"{name}={str(folder)!r}: {problem}; choose another {name}")
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from typing import Any
 import gguf
 import numpy as np
 
+from mtuner_jax.configs import UserError
 from mtuner_jax.weights import sources
 
 _OUTER_NAMES = {
@@ -44,7 +45,7 @@ _LLAMA3_ROPE = {
 }
 
 
-class GgufError(ValueError):
+class GgufError(UserError):
     """A GGUF file that cannot be read, or holds a model that is not implemented."""
 
 

@@ -13,6 +13,8 @@ import tokenizers
 import transformers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
+from mtuner_jax.configs import UserError
+
 Metadata = Callable[..., Any]
 
 _LLAMA3_SPLIT = (
@@ -48,7 +50,7 @@ class TokenType(enum.IntEnum):
     USER_DEFINED = 4
 
 
-class GgufTokenizerError(ValueError):
+class GgufTokenizerError(UserError):
     """Metadata from which no faithful tokenizer can be built."""
 
 

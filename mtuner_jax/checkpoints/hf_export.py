@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import functools
 import json
+import logging
 import math
 import operator
 import pathlib
@@ -23,11 +24,13 @@ from jax.experimental import multihost_utils
 from mtuner_jax.adapters import lora
 from mtuner_jax.checkpoints import (
     folders,
+    json_files,
     peft_configs,
     peft_tensors,
     safetensors_files,
 )
-from mtuner_jax.configs import LoraConfig
+from mtuner_jax.configs import LoraConfig, UserError
+from mtuner_jax.numbers import sizes
 from mtuner_jax.weights import loading, sources
 
 Params = dict[str, Any]
@@ -54,6 +57,7 @@ _ADAPTER_FILES = (
     "README.md",
     *_TOKENIZER_FILES,
 )
+_logger = logging.getLogger(__name__)
 _DTYPES = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
@@ -61,11 +65,11 @@ _DTYPES = {
 }
 
 
-class ExportError(ValueError):
+class ExportError(UserError):
     """An option that no export can have."""
 
 
-class AdapterFileError(ValueError):
+class AdapterFileError(UserError):
     """A folder that does not hold an adapter, or not the one asked for."""
 
 
@@ -168,7 +172,8 @@ def write_adapter(
       options: Base model, dtype, tokenizer.
 
     Raises:
-      peft_tensors.AdapterTensorsError: One is not finite; `folder` stays as it was.
+      peft_tensors.AdapterTensorsError: One is not finite, or there is none; `folder`
+        stays as it was.
     """
     if jax.process_index() != 0:
         return
@@ -181,6 +186,8 @@ def write_adapter(
         (temporary / "README.md").write_text(card)
         if options.tokenizer is not None:
             options.tokenizer.save_pretrained(temporary)
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    _logger.info("adapter: %d tensors, %s", len(tensors), sizes.gib(num_bytes))
 
 
 def read_adapter_config(folder: pathlib.Path) -> LoraConfig:
@@ -192,7 +199,7 @@ def read_adapter_config(folder: pathlib.Path) -> LoraConfig:
     path = folder / "adapter_config.json"
     if not path.is_file():
         raise AdapterFileError(f"{folder} has no adapter_config.json: not an adapter")
-    return peft_configs.from_peft(json.loads(path.read_text()))
+    return peft_configs.from_peft(json_files.read(path))
 
 
 def read_adapter(

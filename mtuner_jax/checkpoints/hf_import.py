@@ -18,7 +18,8 @@ import huggingface_hub
 import huggingface_hub.errors
 import jax
 
-from mtuner_jax.checkpoints import matching, safetensors_files
+from mtuner_jax.checkpoints import json_files, matching, safetensors_files
+from mtuner_jax.configs import UserError
 from mtuner_jax.weights import loading, sources
 
 Params = dict[str, Any]
@@ -32,7 +33,7 @@ _SAMPLE_BYTES = 1 << 20
 logger = logging.getLogger(__name__)
 
 
-class ModelNotFoundError(ValueError):
+class ModelNotFoundError(UserError):
     """No folder, GGUF file or hub model under the name asked for."""
 
 
@@ -57,7 +58,8 @@ def load(
       matching.ImportMismatchError: Lists what is missing, unexpected or misshapen;
         nothing was put on a device then.
     """
-    matching.check(source, names, abstract_params)
+    matching.check_tree(names, abstract_params)
+    matching.check(source, names)
     by_path: dict[tuple[str, ...], list[sources.HfName]] = {}
     for name in names:
         by_path.setdefault(name.path, []).append(name)
@@ -86,7 +88,7 @@ def locate(model: str, *, revision: str | None = None) -> pathlib.Path:
         return path
     if path.exists():
         raise ModelNotFoundError(_unusable(path))
-    if path.suffix == ".gguf" or not _HUB_ID.fullmatch(model):
+    if path.suffix == ".gguf" or not _HUB_ID.fullmatch(model) or model[0] in ".~":
         raise ModelNotFoundError(
             f"model {model!r}: there is no such folder or file (seen from "
             f"{pathlib.Path.cwd()}), and it is no hub id (owner/name); check the path"
@@ -106,7 +108,7 @@ def base_identity(path: pathlib.Path) -> dict[str, Any]:
     """
     if path.is_file():
         return {"config": "", "files": {path.name: _fingerprint(path)}}
-    config = json.loads((path / "config.json").read_text())
+    config = json_files.read(path / "config.json")
     kept = {key: config[key] for key in config if key not in _VOLATILE_CONFIG}
     text = json.dumps(kept, sort_keys=True)
     files = safetensors_files.files(path)

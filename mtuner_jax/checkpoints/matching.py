@@ -1,5 +1,6 @@
 """Whether a checkpoint holds the tensors that a model wants, and what it lacks."""
 
+import collections
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -8,6 +9,7 @@ import jax
 import numpy as np
 
 from mtuner_jax.checkpoints import safetensors_files
+from mtuner_jax.configs import UserError
 from mtuner_jax.weights import loading, sources
 
 # Tensors of older files that are computed, not learned.
@@ -18,15 +20,11 @@ _ROWS_AT_A_TIME = 4096
 Params = dict[str, Any]
 
 
-class ImportMismatchError(ValueError):
+class ImportMismatchError(UserError):
     """Tensors missing, unexpected or of another shape than the model wants."""
 
 
-def check(
-    source: sources.TensorSource,
-    names: Sequence[sources.HfName],
-    abstract_params: Params,
-) -> None:
+def check(source: sources.TensorSource, names: Sequence[sources.HfName]) -> None:
     """Compares names, shapes and dtypes, all from headers.
 
     Raises:
@@ -35,7 +33,6 @@ def check(
     """
     infos = source.infos()
     wanted = {name.name: name for name in names}
-    _check_tree(names, abstract_params)
     extra = {name for name in infos if name not in wanted and not _COMPUTED.match(name)}
     copies = {
         name
@@ -56,7 +53,7 @@ def check(
         raise ImportMismatchError(
             f"the checkpoint does not fit the model of its config: of {len(wanted)} "
             f"tensors wanted and {len(infos)} found, {told(problems)}"
-            + _advice(problems)
+            + _advice(problems, wanted)
         )
 
 
@@ -84,8 +81,9 @@ def told(problems: Mapping[str, Sequence[str]]) -> str:
     )
 
 
-def _advice(problems: Mapping[str, Sequence[str]]) -> str:
+def _advice(problems: Mapping[str, Sequence[str]], wanted: Mapping[str, Any]) -> str:
     unexpected = problems["unexpected"]
+    prefix = _prefix(unexpected, wanted)
     if problems["missing"] == ["lm_head.weight"]:
         return ". Without an output head, config.json needs tie_word_embeddings=true"
     if unexpected == ["lm_head.weight"]:
@@ -95,10 +93,29 @@ def _advice(problems: Mapping[str, Sequence[str]]) -> str:
         )
     if any("lora_" in name for name in unexpected):
         return ". These look like adapters; point at the base model instead"
+    if prefix:
+        return (
+            f". The names begin with {prefix!r}, as of a wrapped model; save the model "
+            "inside it"
+        )
+    if problems["missing"] and not problems["misshapen"] and not unexpected:
+        return ". The checkpoint is incomplete; copy or download it again"
     return ". Check that config.json and the weights are of the same model"
 
 
-def _check_tree(names: Iterable[sources.HfName], abstract_params: Params) -> None:
+def _prefix(unexpected: Iterable[str], wanted: Mapping[str, Any]) -> str:
+    """What most unexpected names have before a name that is wanted, if anything."""
+    prefixes = collections.Counter(
+        name[: dot.end()]
+        for name in unexpected
+        for dot in re.finditer(r"\.", name)
+        if name[dot.end() :] in wanted
+    )
+    prefix, count = (prefixes.most_common(1) or [("", 0)])[0]
+    return prefix if 2 * count > len(wanted) else ""
+
+
+def check_tree(names: Iterable[sources.HfName], abstract_params: Params) -> None:
     """Our own invariant: the name table and the tree speak of the same arrays."""
     paths = {name.path for name in names}
     leaves, _ = jax.tree.flatten_with_path(abstract_params)

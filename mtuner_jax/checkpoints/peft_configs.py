@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mtuner_jax.adapters import lora
-from mtuner_jax.configs import LoraConfig
+from mtuner_jax.configs import LoraConfig, UserError
 
 # What must have this value (or be absent) for an adapter to mean what ours mean.
 _REQUIRED = {
@@ -22,7 +22,7 @@ _REQUIRED = {
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-class PeftConfigError(ValueError):
+class PeftConfigError(UserError):
     """An `adapter_config.json` that asks for what is not implemented."""
 
 
@@ -32,7 +32,7 @@ def to_peft(
     """Writes what the user asked for in PEFT's terms.
 
     Alphas and `use_rslora` stay as given (the scaling is never folded into alpha);
-    `all-linear` becomes the list of modules, as PEFT itself writes it.
+    `all-linear` and regular expressions become the list of modules that are trained.
     """
     return {
         "peft_type": "LORA",
@@ -119,14 +119,22 @@ model = PeftModel.from_pretrained(base, "path/to/this/folder")
 """
 
 
-def _target_modules(
-    config: LoraConfig, specs: Sequence[lora.AdapterSpec]
-) -> str | list[str]:
-    if config.target_modules == "all-linear":
-        return [spec.module.rpartition(".")[2] for spec in specs]
-    if isinstance(config.target_modules, str):
-        return config.target_modules
-    return list(config.target_modules)
+def _target_modules(config: LoraConfig, specs: Sequence[lora.AdapterSpec]) -> list[str]:
+    """Names that PEFT finds the trained modules by, and no others.
+
+    A regular expression is not handed on: PEFT would match it against the names of all
+    modules, of which ours are the linears of the layers.
+    """
+    if not isinstance(config.target_modules, str):
+        return list(config.target_modules)
+    names = []
+    for spec in specs:
+        if all(spec.ranks):
+            names.append(spec.module.rpartition(".")[2])
+        else:
+            trained = (layer for layer, rank in enumerate(spec.ranks) if rank)
+            names += [lora.module_path(spec.module, layer) for layer in trained]
+    return names
 
 
 def _plain(number: float) -> float | int:

@@ -10,11 +10,12 @@ import numpy as np
 
 from mtuner_jax.adapters import lora
 from mtuner_jax.checkpoints import matching
+from mtuner_jax.configs import UserError
 
 Adapters = Mapping[str, Mapping[str, Any]]
 
 
-class AdapterTensorsError(ValueError):
+class AdapterTensorsError(UserError):
     """Adapters that must not be written, or tensors that are not the ones wanted."""
 
 
@@ -29,7 +30,8 @@ def pack(
       dtype: The tensors' dtype.
 
     Raises:
-      AdapterTensorsError: NaN or infinity, before or after the cast to `dtype`.
+      AdapterTensorsError: NaN or infinity, before or after the cast to `dtype`, or no
+        adapter at all.
     """
     tensors, padding = {}, {}
     for spec in specs:
@@ -47,6 +49,10 @@ def pack(
             f"{len(broken)} of {len(tensors)} adapter tensors hold NaN or infinity as "
             f"{dtype.name} ({matching.listing(broken)}); nothing was written. Go back "
             f"to an earlier checkpoint, or lower learning_rate"
+        )
+    if not tensors:
+        raise AdapterTensorsError(
+            "there is no adapter to write: no linear has one; nothing was written"
         )
     assert not any(np.any(x) for x in padding.values()), "weights beyond the rank"
     return tensors

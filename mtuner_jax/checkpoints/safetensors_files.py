@@ -5,7 +5,6 @@ safetensors 0.8.0 writes arrays that are not C-contiguous as garbage, silently
 contiguous and reads the file back before it gets its name.
 """
 
-import json
 import os
 import pathlib
 from collections.abc import Mapping
@@ -14,7 +13,8 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from mtuner_jax.checkpoints import folders
+from mtuner_jax.checkpoints import folders, json_files
+from mtuner_jax.configs import UserError
 from mtuner_jax.weights import sources
 
 SINGLE = "model.safetensors"
@@ -22,7 +22,7 @@ INDEX = "model.safetensors.index.json"
 FLOAT_DTYPES = ("F16", "BF16", "F32")
 
 
-class SafetensorsError(ValueError):
+class SafetensorsError(UserError):
     """A file or folder that cannot be read as safetensors, or a write that failed."""
 
 
@@ -58,6 +58,8 @@ def read_header(path: pathlib.Path) -> dict[str, sources.TensorInfo]:
                 )
                 for name, s in slices.items()
             }
+    except OSError as error:
+        raise SafetensorsError(f"{path} cannot be read: {error}") from error
     except safetensors.SafetensorError as error:
         raise SafetensorsError(
             f"{path} is damaged or incomplete ({error}); copy or download it again"
@@ -123,13 +125,13 @@ def _weight_map(folder: pathlib.Path) -> dict[str, str]:
     index = folder / INDEX
     if not index.is_file():
         return {}
-    try:
-        return json.loads(index.read_text())["weight_map"]
-    except (json.JSONDecodeError, KeyError) as error:
+    weight_map = json_files.read(index).get("weight_map")
+    if not isinstance(weight_map, dict):
         raise SafetensorsError(
-            f"{index} is not an index of safetensors shards ({error!r}); "
-            f"copy or download it again"
-        ) from error
+            f"{index} is not an index of safetensors shards: no weight_map; "
+            "copy or download it again"
+        )
+    return weight_map
 
 
 def _nothing_to_read(folder: pathlib.Path) -> str:

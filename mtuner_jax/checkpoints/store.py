@@ -18,6 +18,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from mtuner_jax.checkpoints import metas, step_dirs
+from mtuner_jax.configs import RunError
 
 _logger = logging.getLogger(__name__)
 Json = metas.Json
@@ -25,7 +26,7 @@ Json = metas.Json
 _SAVE_ERRORS = (OSError, ValueError, RuntimeError)
 
 
-class SaveError(RuntimeError):
+class SaveError(RunError):
     """A checkpoint that could not be written."""
 
 

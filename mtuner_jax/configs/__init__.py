@@ -5,7 +5,8 @@ PEFT (`lora.r`, `lora.lora_alpha`). `settings.cli` parses YAML and flags into th
 nothing below ever sees a dict or a string flag.
 """
 
-from mtuner_jax.configs.errors import ConfigError
+from mtuner_jax.configs.errors import ConfigError, RunError, UserError
+from mtuner_jax.configs.planning import PlanConfig
 from mtuner_jax.configs.runs import (
     DatasetConfig,
     LoraConfig,
@@ -25,8 +26,11 @@ __all__ = [
     "OnBadSample",
     "OptimizerConfig",
     "Overlong",
+    "PlanConfig",
     "Platform",
     "Reasoning",
     "RunConfig",
+    "RunError",
     "TrainOn",
+    "UserError",
 ]

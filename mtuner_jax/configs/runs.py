@@ -33,14 +33,19 @@ class LoraConfig:
 
     def __post_init__(self):
         errors.at_least(1, self, "r", prefix="lora.")
-        errors.require(
-            0.0 <= self.lora_dropout < 1.0,
-            f"lora.lora_dropout={self.lora_dropout} must be in [0, 1)",
-        )
+        errors.within(0, 1, self, "lora_dropout", prefix="lora.")
+        errors.above(0, self.lora_alpha, "lora.lora_alpha")
         for pattern, rank in self.rank_pattern.items():
             where = f"lora.rank_pattern[{pattern!r}]"
             errors.require(rank >= 1, f"{where}={rank}: at least 1")
+        for pattern, alpha in self.alpha_pattern.items():
+            errors.above(0, alpha, f"lora.alpha_pattern[{pattern!r}]")
+        for name in ("rank_pattern", "alpha_pattern"):
+            for pattern in getattr(self, name):
+                errors.regular_expression(pattern, f"lora.{name}")
         errors.require(self.target_modules, "lora.target_modules is empty")
+        if isinstance(self.target_modules, str):
+            errors.regular_expression(self.target_modules, "lora.target_modules")
 
 
 class TrainOn(enum.StrEnum):
@@ -158,10 +163,10 @@ class OptimizerConfig:
     def __post_init__(self):
         schedules = ("linear", "cosine", "constant", "constant_with_warmup")
         errors.one_of(self, "lr_scheduler_type", schedules)
-        errors.require(
-            self.learning_rate > 0, f"learning_rate={self.learning_rate}: above 0"
-        )
-        errors.at_least(0, self, "warmup_steps", "max_grad_norm")
+        for name in ("learning_rate", "adam_epsilon"):
+            errors.above(0, getattr(self, name), name)
+        errors.within(0, 1, self, "adam_beta1", "adam_beta2")
+        errors.at_least(0, self, "weight_decay", "warmup_steps", "max_grad_norm")
 
 
 class Platform(enum.StrEnum):
@@ -200,6 +205,8 @@ class RunConfig(OptimizerConfig):
         plans decide themselves.
       profile_guided: On several GPUs, compile the step again after measuring it.
       max_length: Tokens in a row.
+      strict: Stop where a warning would say that the model may learn badly, such as at
+        a max_length beyond its own.
       packing: Several samples in a row, best fit, without seeing each other.
       val_size: Held-out share (below 1) or number of samples; 0 for none.
       eval_dataset: What to evaluate on instead of a held-out part, as `dataset.path`.
@@ -240,6 +247,7 @@ class RunConfig(OptimizerConfig):
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     dataset: DatasetConfig = dataclasses.field(default_factory=DatasetConfig)
     max_length: int = 1024
+    strict: bool = False
     packing: bool = True
     val_size: float = 0.0
     eval_dataset: tuple[str, ...] = ()
@@ -275,6 +283,12 @@ class RunConfig(OptimizerConfig):
             *"global_batch_size max_steps save_steps eval_steps max_eval_batches "
             "val_size memory_budget show_samples".split(),
         )
+        errors.within(0, 2**32, self, "seed")
+        errors.require(
+            self.val_size < 1 or self.val_size == int(self.val_size),
+            f"val_size={self.val_size}: a whole number of samples, or a share below 1",
+        )
+        errors.one_of(self, "plan", ("auto", "fsdp", "replicated"), suffix=".json")
         errors.require(
             self.max_steps > 0 or self.num_train_epochs > 0,
             f"max_steps={self.max_steps} and num_train_epochs={self.num_train_epochs}: "

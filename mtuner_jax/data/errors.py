@@ -7,7 +7,7 @@ class DataError(configs.ConfigError):
     """Data, or a setting about data, that the user has to change."""
 
 
-class SampleError(ValueError):
+class SampleError(configs.UserError):
     """One sample that can't be used; the reader adds file and line.
 
     Attributes:

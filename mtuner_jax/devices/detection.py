@@ -5,13 +5,17 @@ import importlib.metadata
 import itertools
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import pynvml
 
+from mtuner_jax.configs import ConfigError
+
 ROOT = pathlib.Path("/")
+# What Slurm writes into CUDA_VISIBLE_DEVICES of a job without GPUs.
+NO_DEVICE_FILES = "NoDevFiles"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,22 +88,60 @@ def unusable(found: Gpus) -> str:
     )
 
 
+def require_one_kind(kinds: Sequence[str]) -> None:
+    """Refuses a mesh of unlike cards: plans and steps are those of equal ones.
+
+    Args:
+      kinds: What JAX calls each device of the mesh, by CUDA ordinal.
+
+    Raises:
+      ConfigError: More than one kind; says which ordinals are of which.
+    """
+    by_kind: dict[str, list[str]] = {}
+    for ordinal, kind in enumerate(kinds):
+        by_kind.setdefault(kind, []).append(str(ordinal))
+    if len(by_kind) > 1:
+        found = ", ".join(f"{len(these)} x {kind}" for kind, these in by_kind.items())
+        choices = " or ".join(
+            f"CUDA_VISIBLE_DEVICES={','.join(these)} ({kind})"
+            for kind, these in by_kind.items()
+        )
+        raise ConfigError(f"the mesh has unlike cards: {found}; choose with {choices}")
+
+
+def hidden_by(visible: str, present: str) -> str:
+    """What a CUDA_VISIBLE_DEVICES that leaves no device does; Slurm's is explained."""
+    text = f"CUDA_VISIBLE_DEVICES={visible!r} hides {present}"
+    if visible == NO_DEVICE_FILES:
+        return f"{text} (Slurm gave this job no GPU; ask for them with --gres=gpu:N)"
+    names = [name.strip() for name in visible.split(",")]
+    twice = next((name for name in names if name and names.count(name) > 1), "")
+    return f"{text} (it names {twice} twice)" if twice else text
+
+
 def counted(number: int, kind: str) -> str:
     """`8 NVIDIA devices`."""
     return f"{number} {kind} device{'' if number == 1 else 's'}"
 
 
 def _num_visible(num_in_dev: int, visible: str | None) -> int:
-    """How CUDA counts: names up to the first that is no device."""
+    """How CUDA counts: names up to the first that is no device, none if one repeats.
+
+    Of the parts of a split card (MIG), a process sees one.
+    """
     if visible is None:
         return num_in_dev
 
     def names_one(name: str) -> bool:
-        number = int(name) if name.lstrip("-").isdigit() else 0
-        return bool(name) and 0 <= number < num_in_dev
+        is_uuid = name.startswith(("GPU-", "MIG-"))
+        return is_uuid or (name.isdigit() and int(name) < num_in_dev)
 
     names = (name.strip() for name in visible.split(","))
-    return min(sum(1 for _ in itertools.takewhile(names_one, names)), num_in_dev)
+    devices = list(itertools.takewhile(names_one, names))
+    if len(set(devices)) < len(devices):
+        return 0
+    whole = [name for name in devices if not name.startswith("MIG-")]
+    return min(len(whole) or min(len(devices), 1), num_in_dev)
 
 
 def _driver_cuda() -> str:

@@ -15,6 +15,7 @@ import numpy as np
 from mtuner_jax.configs import ConfigError
 from mtuner_jax.hardware import boxes
 
+MAX_DEVICES = 1024
 AXES = ("tier0", "tier1", "tier2", "tier3", "tier4", "tier5", "tier6", "tier7")
 
 
@@ -107,6 +108,11 @@ def parse(text: str, *, num_devices: int | None = None) -> MeshSpec:
         sizes = tuple(int(size) for size in text.split("x"))
         if 0 in sizes or len(sizes) > len(AXES):
             raise ConfigError(f"mesh={text!r}: 1 to {len(AXES)} sizes, each at least 1")
+        if math.prod(sizes) > MAX_DEVICES:
+            raise ConfigError(
+                f"mesh={text!r}: {math.prod(sizes):,} devices; up to {MAX_DEVICES:,} "
+                "can be planned for"
+            )
         return _by_hand(text, tuple(size for size in sizes if size > 1))
     raise ConfigError(
         f"mesh={text!r} is unknown; use auto, {', '.join(PRESETS)}, or sizes such as "

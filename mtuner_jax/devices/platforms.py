@@ -19,6 +19,8 @@ from mtuner_jax.hardware import cards, machines
 
 # The name JAX documents, and the one that newer versions read as well.
 _FRACTION_NAMES = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
+# Each one is a thread that computes and memory that only GPUs would have.
+MAX_VIRTUAL_DEVICES = 64
 _DETERMINISTIC_FLAG = "--xla_gpu_deterministic_ops=true"
 
 
@@ -53,8 +55,9 @@ def why_cpu(platform: configs.Platform, found: detection.Gpus) -> str:
     if not found.num_present:
         return "no accelerator found"
     visible = found.cuda_visible_devices
-    hidden = visible is not None and not found.num_visible
-    return f"CUDA_VISIBLE_DEVICES={visible!r} hides {found.present}" if hidden else ""
+    if visible is None or found.num_visible:
+        return ""
+    return detection.hidden_by(visible, found.present)
 
 
 def decide(
@@ -76,7 +79,9 @@ def decide(
       ConfigError: GPUs that JAX cannot use, or too few of them.
     """
     why = why_cpu(platform, found)
-    problem = "" if why else _why_no_gpu(found, num_devices, mesh)
+    problem = _why_no_gpu(found, num_devices, mesh)
+    if why:
+        problem = _too_many_virtual(num_devices, mesh)
     if problem:
         raise configs.ConfigError(problem)
     needed = detection.counted(num_devices, "virtual CPU" if why else "NVIDIA")
@@ -210,7 +215,7 @@ def _why_no_gpu(found: detection.Gpus, num_devices: int, mesh: str) -> str:
     if not found.num_visible:
         where = "this process can open none of them in /dev"
         if visible is not None:
-            where = f"CUDA_VISIBLE_DEVICES={visible!r} hides them"
+            where = detection.hidden_by(visible, "them")
         return (
             f"{found.present} on this machine, but {where}; start a container "
             "with `--gpus all`, or use --platform cpu"
@@ -225,6 +230,17 @@ def _why_no_gpu(found: detection.Gpus, num_devices: int, mesh: str) -> str:
             "or --platform cpu"
         )
     return ""
+
+
+def _too_many_virtual(num_devices: int, mesh: str) -> str:
+    """Why so many virtual devices cannot stand in for GPUs; empty if they can."""
+    if num_devices <= MAX_VIRTUAL_DEVICES:
+        return ""
+    return (
+        f"mesh {mesh} needs {num_devices:,} devices, and no more than "
+        f"{MAX_VIRTUAL_DEVICES} virtual CPU devices stand in for GPUs; choose a "
+        "smaller --mesh, or plan for it with scripts/plan.py"
+    )
 
 
 def _memory_fraction() -> float:

@@ -1,6 +1,7 @@
 """Starts JAX on the devices that a mesh asks for: what every program does first."""
 
 import dataclasses
+from typing import Any
 
 import jax
 
@@ -32,6 +33,12 @@ class StartedDevices:
         return self.mesh.devices.flat[0].device_kind
 
     @property
+    def hopper(self) -> bool:
+        """Whether these are GPUs of compute capability 9.0 or newer."""
+        device: Any = self.mesh.devices.flat[0]
+        return self.on_gpu and float(device.compute_capability) >= 9.0
+
+    @property
     def gpu_kind(self) -> str:
         """What JAX calls the GPUs; empty if there are none."""
         return self.device_kind if self.on_gpu else ""
@@ -52,14 +59,33 @@ def start(
     """
     found = detection.look()
     on_cpu = bool(platforms.why_cpu(platform, found))
-    spec = meshes.parse(mesh, num_devices=0 if on_cpu else found.num_visible)
+    spec = mesh_spec(mesh, platform, found=found)
     prepared = platforms.prepare(
         platform, spec.num_devices, mesh=spec.name, deterministic=deterministic
     )
+    devices = platforms.start(prepared)
+    if not on_cpu:
+        by_ordinal = sorted(
+            devices[: spec.num_devices],
+            key=lambda device: device.local_hardware_id or 0,
+        )
+        detection.require_one_kind([device.device_kind for device in by_ordinal])
     return StartedDevices(
-        mesh=meshes.make(spec, platforms.start(prepared)),
+        mesh=meshes.make(spec, devices),
         spec=spec,
         on_gpu=not on_cpu,
         memory_fraction=prepared.memory_fraction,
         lines=(prepared.line, spec.describe()),
     )
+
+
+def mesh_spec(
+    mesh: str, platform: Platform, *, found: detection.Gpus
+) -> meshes.MeshSpec:
+    """The mesh that `start` would make of what was found; JAX is not started.
+
+    Raises:
+      ConfigError: An unknown mesh.
+    """
+    on_cpu = bool(platforms.why_cpu(platform, found))
+    return meshes.parse(mesh, num_devices=0 if on_cpu else found.num_visible)

@@ -260,3 +260,13 @@ def peak_flops_per_s(device_kind: str) -> float | None:
     """
     known = _PEAKS_FLOPS_PER_S.items()
     return next((peak for name, peak in known if re.search(name, device_kind)), None)
+
+
+def is_hopper(device: str) -> bool:
+    """Whether a card is known to be of compute capability 9.0 or newer.
+
+    Args:
+      device: The name that JAX and NVML give it.
+    """
+    targets = [card.xla for card in CARDS if re.search(card.pattern, device)]
+    return any(xla and xla.compute_capability >= (9, 0) for xla in targets)

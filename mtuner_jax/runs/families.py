@@ -53,6 +53,11 @@ class ModelShape(Protocol):
         """Weights of the whole model."""
         ...
 
+    @property
+    def max_positions(self) -> int:
+        """Tokens in a row that the model was trained for."""
+        ...
+
     def with_layers(self, num_layers: int) -> "ModelShape":
         """The same model with another number of layers."""
         ...

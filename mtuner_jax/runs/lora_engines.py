@@ -18,10 +18,11 @@ from jax.experimental import multihost_utils
 from mtuner_jax.adapters import lora
 from mtuner_jax.checkpoints import hf_import
 from mtuner_jax.configs import ConfigError, RunConfig
-from mtuner_jax.devices import detection
+from mtuner_jax.devices import detection, meshes
 from mtuner_jax.devices.starting import StartedDevices
 from mtuner_jax.engines.elastic.engine import ElasticEngine
 from mtuner_jax.engines.elastic.step_specs import StepSpec
+from mtuner_jax.hardware import hosts
 from mtuner_jax.inspection import compile_only
 from mtuner_jax.numbers import sizes
 from mtuner_jax.ops.attention import api as attention
@@ -62,9 +63,7 @@ class LoraJob:
     @property
     def dtype(self) -> str:
         """Of the frozen weights and of computation."""
-        if self.config.dtype == "auto":
-            return "bfloat16" if self.devices.on_gpu else "float32"
-        return self.config.dtype
+        return requests.dtype_of(self.config.dtype, on_gpu=self.devices.on_gpu)
 
     def request(self) -> requests.StepRequest:
         """The step that is to be planned."""
@@ -81,6 +80,8 @@ class LoraJob:
                 on_gpu=devices.on_gpu,
                 packing=config.packing,
                 dtype=self.dtype,
+                head_dim=self.opened.shape.head_dim,
+                hopper=devices.hopper,
             ),
             hardware=config.hardware,
             memory_budget=config.memory_budget,
@@ -104,6 +105,7 @@ class EngineBuilder:
         self.model = requests.resolve(job.opened.shape, request)
         self.expected = "not priced"
         self._inputs = self._priced(request)
+        self._host_bytes = 0 if job.devices.on_gpu else hosts.available_bytes()
         self._planner: planned.Planner | None = None
         decoder, adapters = self.model.decoder, self.model.adapters
         _logger.info("model %s: %s", job.opened.name, job.opened.path)
@@ -136,7 +138,7 @@ class EngineBuilder:
         """
         if self.job.config.plan == "auto":
             assert self._inputs is not None
-            self._planner = planned.Planner(self._inputs)
+            self._planner = planned.Planner(self._inputs, host_bytes=self._host_bytes)
             self._planner.fastest()
             engine, over_bytes = self._settled(self._planner)
         else:
@@ -216,20 +218,39 @@ class EngineBuilder:
             embedding=plans.Table.SPLIT if few_tokens else plans.Table.GATHERED,
         )
         if self._inputs is not None:
-            return self._tell(pricing.price(plan, self._inputs))
+            report = pricing.price(plan, self._inputs)
+            self._warn_of_host(report)
+            return self._tell(report)
         _logger.info("plan %s:\n%s", config.plan, plans.table(plan))
         self._write(plans.to_json(plan), None)
         return plan
 
+    def _warn_of_host(self, report: reports.Report) -> None:
+        """Says that a given plan takes more than the host of virtual devices has."""
+        needed, free = planned.host_bytes(report), self._host_bytes
+        if free and needed > free:
+            _logger.warning(
+                "plan %s takes about %s of this host's memory on virtual devices, %s "
+                "are free: lower max_length or the global batch, or use --plan auto",
+                self.job.config.plan,
+                sizes.gib(needed),
+                sizes.gib(free),
+            )
+
     def _tell(self, report: reports.Report) -> Plan:
         """Logs a plan and writes it into the run's folder with its timeline."""
-        played = report.timeline
-        _logger.info("plan %s\n%s", self.job.config.plan, reports.text(report))
-        self.expected = (
-            f"{1e3 * played.step_s:,.1f} ms a step and "
-            f"{sizes.gib(report.forecast.total_bytes)} per device predicted for "
-            f"{report.hardware.name}"
-        )
+        played, config = report.timeline, self.job.config
+        needed = sizes.gib(report.forecast.total_bytes)
+        self.expected, text = f"{needed} per device", plans.table(report.plan)
+        # Prices of cards that nobody asked for say nothing of virtual devices.
+        asked = config.mesh in meshes.PRESETS or config.hardware != "auto"
+        if asked or self.job.devices.on_gpu:
+            text = reports.text(report)
+            self.expected = (
+                f"{1e3 * played.step_s:,.1f} ms a step and {needed} per device "
+                f"predicted for {report.hardware.name}"
+            )
+        _logger.info("plan %s\n%s", config.plan, text)
         self._write(plans.to_json(report.plan), timelines.to_json(played))
         return report.plan
 

@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import pynvml
 
-from mtuner_jax.configs import ConfigError, LoraConfig, OptimizerConfig, Platform
+from mtuner_jax.configs import ConfigError, OptimizerConfig, PlanConfig, Platform
 from mtuner_jax.devices import detection, meshes, platforms
 from mtuner_jax.engines.elastic.step_specs import StepSpec
+from mtuner_jax.hardware import boxes, cards, machines
 from mtuner_jax.inspection import compile_only
 from mtuner_jax.ops.attention import api as attention
 from mtuner_jax.planning import plans, reports
@@ -19,62 +20,8 @@ from mtuner_jax.runs.families import Family
 from mtuner_jax.training import optimizers
 
 _CUDNN_WHEELS = "nvidia-cudnn-cu12 nvidia-cuda-runtime-cu12 nvidia-cuda-nvrtc-cu12"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanConfig:
-    """A step to be planned; settings have the names they have in train.py.
-
-    Attributes:
-      model: Shape by name (`llama2-70b`), local Hugging Face folder or GGUF file;
-        empty for train.py's default model. No weight is read.
-      mesh: Preset (`pcie8`, `nvlink8`, ...), `auto`, or sizes such as `2x2x2`.
-      hardware: Figures of a machine: a preset's name, a calibrated name, a JSON file,
-        or `auto` for those of the mesh, or of the GPUs found here.
-      max_length: Tokens in a row.
-      global_batch_size: Rows in an optimizer step; 0 means one for each device.
-      memory_budget: GiB per device that the compiled step may take; 0 for the pool of
-        XLA's allocator less a reserve.
-      lora: The adapters.
-      dtype: `bfloat16` or `float32`, of frozen weights and activations.
-      attention: `auto` (cuDNN unless rows are packed), `xla` or `cudnn`.
-      packing: Whether rows hold several samples, which cuDNN attention cannot do.
-      plan: `auto` searches; a plan's JSON file is priced instead.
-      output: Where to write the plan for `train.py --plan`; empty for nowhere.
-      json: Where to write plan, price and comparisons; `-` prints them instead of the
-        tables.
-      plot: PNG to draw: memory over the step, ratios of the layers, the two streams.
-      verify: Compile the step for the machine's GPUs, which need not be there, and
-        compare what XLA allocates with what was predicted.
-    """
-
-    model: str = ""
-    mesh: str = "auto"
-    hardware: str = "auto"
-    max_length: int = 1024
-    global_batch_size: int = 0
-    memory_budget: float = 0.0
-    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
-    dtype: str = "bfloat16"
-    attention: str = "auto"
-    packing: bool = False
-    plan: str = "auto"
-    output: str = ""
-    json: str = ""
-    plot: str = ""
-    verify: bool = False
-
-    def __post_init__(self):
-        for name in ("global_batch_size", "memory_budget"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}={getattr(self, name)}: at least 0")
-        if self.plan != "auto" and not self.plan.endswith(".json"):
-            raise ConfigError(
-                f"plan={self.plan!r}: auto, or a plan's .json file; what the static "
-                "plans cost is always part of the table"
-            )
-        if self.attention not in ("auto", "xla", "cudnn"):
-            raise ConfigError(f"attention={self.attention!r}: auto, xla or cudnn")
+# JAX takes a machine without GPUs for one of before Hopper.
+_TRACEABLE_HEAD_DIM = 128
 
 
 def plan(config: PlanConfig, family: Family, *, say: Callable[[str], None]) -> bool:
@@ -91,11 +38,14 @@ def plan(config: PlanConfig, family: Family, *, say: Callable[[str], None]) -> b
     Raises:
       ConfigError: Something that was asked for cannot be, or no plan fits.
     """
-    request = _request(config)
-    model = requests.resolve(shapes.shape(family, config.model), request)
+    shape = shapes.shape(family, config.model)
+    request = _request(config, head_dim=shape.head_dim)
+    model = requests.resolve(shape, request)
     inputs = requests.priced(model.workload, request)
     if config.verify:
-        _prepare_verify(inputs.hardware.device, request.attention)
+        _prepare_verify(
+            inputs.hardware.device, request.attention, head_dim=shape.head_dim
+        )
     show = (lambda text: None) if config.json == "-" else say
 
     def build(report: reports.Report) -> reports.Compiled | None:
@@ -169,25 +119,42 @@ def _write(name: str, text: str, say: Callable[[str], None]) -> None:
         pathlib.Path(name).write_text(text, encoding="utf-8")
 
 
-def _request(config: PlanConfig) -> requests.StepRequest:
+def _request(config: PlanConfig, *, head_dim: int) -> requests.StepRequest:
     """The step that the settings ask for; GPUs of this machine count for `auto`."""
     found = detection.look()
     here = 0 if platforms.why_cpu(Platform.AUTO, found) else found.num_visible
     mesh = meshes.parse(config.mesh, num_devices=here)
+    dtype = requests.dtype_of(config.dtype, on_gpu=True)
+    card = _card_name() if here and mesh.name not in meshes.PRESETS else ""
     return requests.StepRequest(
         name=config.model or "SmolLM2-135M-Instruct",
         mesh=mesh,
         global_batch_size=config.global_batch_size or mesh.num_devices,
         max_length=config.max_length,
         lora=config.lora,
-        dtype=config.dtype,
+        dtype=dtype,
         attention=attention.choose(
-            config.attention, on_gpu=True, packing=config.packing, dtype=config.dtype
+            config.attention,
+            on_gpu=True,
+            packing=config.packing,
+            dtype=dtype,
+            head_dim=head_dim,
+            hopper=_hopper(config.hardware, mesh.name, card),
         ),
         hardware=config.hardware,
         memory_budget=config.memory_budget,
-        device_kind=_card_name() if here and mesh.name not in meshes.PRESETS else "",
+        device_kind=card,
     )
+
+
+def _hopper(hardware: str, mesh: str, card: str) -> bool:
+    """Whether the step is planned for cards known to be Hopper or newer."""
+    name = mesh if hardware == "auto" else hardware
+    if name in boxes.BOXES:
+        card = boxes.BOXES[name].card.device
+    elif name.endswith(".json"):
+        card = machines.read(pathlib.Path(name)).device
+    return cards.is_hopper(card)
 
 
 def _card_name() -> str:
@@ -208,7 +175,7 @@ def _card_name() -> str:
     return name if isinstance(name, str) else name.decode()
 
 
-def _prepare_verify(device: str, implementation: str) -> None:
+def _prepare_verify(device: str, implementation: str, *, head_dim: int) -> None:
     """Makes sure that a step can be compiled for a card, before it takes any time.
 
     Raises:
@@ -223,6 +190,11 @@ def _prepare_verify(device: str, implementation: str) -> None:
         raise ConfigError(
             "verify: tracing cuDNN attention asks the library for its version; pip "
             f"install --no-deps {_CUDNN_WHEELS}, or --attention xla"
+        )
+    if implementation == "cudnn" and head_dim > _TRACEABLE_HEAD_DIM:
+        raise ConfigError(
+            f"verify: without a GPU, cuDNN attention is traced up to head_dim "
+            f"{_TRACEABLE_HEAD_DIM}, this model has {head_dim}; --attention xla"
         )
 
 

@@ -1,6 +1,8 @@
 """Plan, compile, compare with the budget, plan smaller: here and nowhere else."""
 
 import dataclasses
+import logging
+import math
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -13,6 +15,16 @@ from mtuner_jax.training.executors import NoSmallerPlanError
 
 T = TypeVar("T")
 MAX_REPLANS = 3
+# XLA's temporaries on CPUs are 1.1 to 1.7 times those that are forecast for GPUs.
+_CPU_OVERHEAD = 1.5
+_NO_BYTES = 16  # per device: as good as nothing, while 0 stands for any number
+_logger = logging.getLogger(__name__)
+
+
+def host_bytes(report: Report) -> int:
+    """What a plan takes of the host's memory where all its devices are virtual."""
+    device = _CPU_OVERHEAD * report.forecast.total_bytes + report.host_bytes
+    return int(math.prod(report.plan.mesh_sizes) * device)
 
 
 class Settled(NamedTuple, Generic[T]):
@@ -36,22 +48,60 @@ class Planner:
       inputs: What plans are priced by.
       report: The plan found last; compares with the budget that was asked for, also
         where the search was held to less.
+      host_bytes: Of this host's memory, which virtual devices share; 0 for GPUs.
     """
 
     report: Report
 
-    def __init__(self, inputs: PlanningInputs):
+    def __init__(self, inputs: PlanningInputs, *, host_bytes: int = 0):
         self.inputs = inputs
+        self.host_bytes = host_bytes
         self._replans = 0
 
     def fastest(self) -> Report:
         """The fastest plan whose forecast is within the budget.
 
+        One for virtual devices also fits the host's memory.
+
         Raises:
           ConfigError: No plan fits.
         """
         self.report = pricing.search_plan(self.inputs)
+        needed = host_bytes(self.report)
+        if self.host_bytes and needed > self.host_bytes:
+            _logger.info(
+                "the fastest plan would take %s of this host's memory, %s are free: "
+                "planned again for that",
+                sizes.gib(needed),
+                sizes.gib(self.host_bytes),
+            )
+            self._share_host()
         return self.report
+
+    def _share_host(self) -> None:
+        """Plans for equal parts of the host's memory, as the only memory there is."""
+        hardware = self.inputs.hardware
+        nowhere_else = dataclasses.replace(
+            hardware, host_memory_bytes=_NO_BYTES * hardware.devices_per_host
+        )
+        devices = math.prod(self.inputs.mesh_sizes)
+        for overhead in (_CPU_OVERHEAD, 1.0):
+            held = dataclasses.replace(
+                self.inputs,
+                hardware=nowhere_else,
+                budget_bytes=int(self.host_bytes / overhead) // devices,
+            )
+            try:
+                self.report = pricing.search_plan(held)
+            except ConfigError as error:
+                problem = error
+            else:
+                self.inputs = held
+                return
+        raise ConfigError(
+            f"{devices} virtual devices share this host's memory, of which "
+            f"{sizes.gib(self.host_bytes)} are free: {problem}"
+        )
 
     def smaller(self, missing_bytes: int) -> Report:
         """The fastest plan that is forecast to take that much less than the last one.

@@ -94,6 +94,13 @@ class PlanningInputs:
     budget_bytes: int
 
 
+def dtype_of(asked: str, *, on_gpu: bool) -> str:
+    """The dtype that `auto` stands for: bfloat16 on GPUs, float32 on CPUs."""
+    if asked == "auto":
+        return "bfloat16" if on_gpu else "float32"
+    return asked
+
+
 def make(shape: ModelShape, request: StepRequest) -> PlanningInputs:
     """Joins model, adapters, batch, machine and budget; see `resolve` and `priced`."""
     return priced(resolve(shape, request).workload, request)

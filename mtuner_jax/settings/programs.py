@@ -4,15 +4,16 @@ def main(argv: list[str]) -> int:
     return programs.run(argv, PlotConfig, plot, description=__doc__)
 """
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from mtuner_jax.configs import ConfigError
+from mtuner_jax.configs import UserError
 from mtuner_jax.settings import cli
 
 T = TypeVar("T")
-BAD_INPUT = 2
+BAD_INPUT = UserError.exit_code
 
 
 def run(
@@ -41,9 +42,14 @@ def run(
 
 
 def guarded(do: Callable[[], int | None]) -> int:
-    """Calls `do`; returns its exit code, or prints a ConfigError and returns 2."""
+    """Calls `do`; returns its exit code, or prints a UserError and returns its own.
+
+    What takes long to import, or speaks up when imported, is imported in `do`.
+    """
+    # Of what transformers lacks and we do not use; it reads this when it is imported.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         return do() or 0
-    except ConfigError as error:
+    except UserError as error:
         sys.stderr.write(f"error: {error}\n")
-        return BAD_INPUT
+        return error.exit_code

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from mtuner_jax import configs
-from mtuner_jax.settings import config_fields, yaml_nodes
+from mtuner_jax.settings import config_fields, other_tools, yaml_nodes
 
 # Names of older Hugging Face configs, and what they are called here.
 ALIASES = {"model_name_or_path": "model", "warmup_ratio": "warmup_steps"}
@@ -25,7 +25,7 @@ class Written:
     """One value somebody wrote.
 
     Attributes:
-      name: The field it is for, dotted.
+      name: The field it is for, dotted; empty if there is none.
       asked: The name that was written, which may be an alias.
       node: The value.
     """
@@ -39,7 +39,8 @@ def read_yaml(path: str | pathlib.Path, config_type: type) -> list[Written]:
     """Settings of a YAML file; nested or with dotted names, null is not set.
 
     Raises:
-      ConfigError: The file cannot be read, a key is unknown or stands twice.
+      ConfigError: The file cannot be read, keys are unknown (all of them are told), or
+        one stands twice.
     """
     text = _read_text(pathlib.Path(path))
     root = yaml_nodes.compose(text, source=str(path))
@@ -47,7 +48,9 @@ def read_yaml(path: str | pathlib.Path, config_type: type) -> list[Written]:
         return []
     if not isinstance(root, yaml.MappingNode):
         raise configs.ConfigError(f"{path}: expected lines such as `max_steps: 20`")
-    settings = list(_flatten(root, fields=config_fields.of(config_type)))
+    fields = config_fields.of(config_type)
+    settings = list(_flatten(root, fields=fields))
+    _refuse_unknown(settings, fields, source=str(path))
     first: dict[str, Written] = {}
     for setting in settings:
         earlier = first.setdefault(setting.name, setting)
@@ -80,8 +83,10 @@ def read_flags(
             options[asked] = _only(flag, values)
         else:
             name = _known_name(asked, fields, where=flag)
-            node = _flag_node(flag, fields[name].type, values)
+            kind = fields[name].type if name else None
+            node = _flag_node(flag, kind, values if name else [" ".join(values)])
             settings.append(Written(name=name, asked=asked, node=node))
+    _refuse_unknown(settings, fields, source="the command line")
     return options, settings
 
 
@@ -147,14 +152,14 @@ def _flatten(
             yield from _flatten(value, prefix=f"{asked}.", fields=fields)
         elif not (is_null and asked in groups):
             name = _known_name(asked, fields, where=yaml_nodes.where(key))
-            if not is_null:
+            if not (is_null and name):
                 yield Written(name=name, asked=asked, node=value)
 
 
 def _known_name(
     asked: str, fields: dict[str, config_fields.Field], *, where: str
 ) -> str:
-    """The field's name for what was written, or an error with the nearest one."""
+    """The field's name for what was written, empty if there is none."""
     name = (ALIASES | GROUP_ALIASES).get(asked, asked)
     if name in fields:
         return name
@@ -163,12 +168,41 @@ def _known_name(
         raise configs.ConfigError(
             f"{where}: {asked} is a group, set one of {', '.join(inside)}"
         )
+    return ""
+
+
+def _refuse_unknown(
+    settings: Sequence[Written], fields: dict[str, config_fields.Field], *, source: str
+) -> None:
+    """Raises one error that names all unknown settings, and what to write instead."""
+    unknown = [setting for setting in settings if not setting.name]
+    told = [
+        f"{yaml_nodes.where(one.node)}: unknown setting {one.asked}; "
+        f"{_instead(one, fields)}"
+        for one in unknown
+    ]
+    if len(told) > 1:
+        head = f"{source}: {len(told)} of {len(settings)} settings are unknown"
+        raise configs.ConfigError("\n  ".join([head, *told]))
+    if told:
+        raise configs.ConfigError(told[0])
+
+
+def _instead(setting: Written, fields: dict[str, config_fields.Field]) -> str:
+    """What to write for an unknown setting: another tool's, or the nearest name."""
+    asked, node = setting.asked, setting.node
+    value = node.value if isinstance(node, yaml.ScalarNode) else ""
+    ours = other_tools.renamed(asked, value)
+    if ours and ours[0] in fields:
+        form = "--{} {}" if yaml_nodes.where(node).startswith("--") else "{}: {}"
+        return f"write {form.format(*ours).rstrip(': ')}"
+    if asked in other_tools.REASONS:
+        return other_tools.REASONS[asked]
     spellings = {known.replace(".", "_"): known for known in fields}
     spellings |= {known.rpartition(".")[2]: known for known in fields}
     spellings |= {alias: alias for alias, known in ALIASES.items() if known in fields}
     close = difflib.get_close_matches(asked.replace(".", "_"), spellings, n=1)
-    hint = f"did you mean {spellings[close[0]]}?" if close else "--help lists them all"
-    raise configs.ConfigError(f"{where}: unknown setting {asked}; {hint}")
+    return f"did you mean {spellings[close[0]]}?" if close else "--help lists them all"
 
 
 def _read_text(path: pathlib.Path) -> str:

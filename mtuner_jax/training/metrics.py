@@ -22,12 +22,13 @@ from typing import Any
 
 import jax
 
+from mtuner_jax.configs import RunError
 from mtuner_jax.training import run_dirs
 
 _logger = logging.getLogger(__name__)
 
 
-class NonFiniteError(ArithmeticError):
+class NonFiniteError(RunError):
     """A loss or a gradient that is NaN or infinite; the run must end here."""
 
 

@@ -24,7 +24,7 @@ import jax
 
 import mtuner_jax
 from mtuner_jax import configs
-from mtuner_jax.checkpoints import step_dirs
+from mtuner_jax.checkpoints import folders, step_dirs
 from mtuner_jax.settings import cli, config_fields
 
 _logger = logging.getLogger(__name__)
@@ -69,6 +69,7 @@ def claim(output_dir: str, *, resume_from: pathlib.Path | None) -> RunDir:
     run = RunDir(root=pathlib.Path(output_dir))
     if run.root.exists() and not run.root.is_dir():
         raise configs.ConfigError(f"output_dir={output_dir!r} is a file")
+    folders.check_writable(run.root, name="output_dir")
     complete = step_dirs.scan(run.checkpoints).complete
     goes_on = (
         resume_from is not None

@@ -19,7 +19,13 @@ from mtuner_jax.devices import starting
 from mtuner_jax.devices.starting import StartedDevices
 from mtuner_jax.settings import programs
 from scripts import calibrate
-from scripts.benchmarks import run_lists, run_records, server_machines, step_benches
+from scripts.benchmarks import (
+    bench_configs,
+    run_lists,
+    run_records,
+    server_machines,
+    step_benches,
+)
 from scripts.benchmarks.run_lists import Kind, ListedRun, RunList
 from scripts.benchmarks.run_records import RunEvent
 
@@ -54,7 +60,7 @@ def measure(config: MeasureConfig) -> None:
     listed = run_lists.read(folder)
     writer = run_records.Writer(pathlib.Path(config.output), listed)
     runs = [listed.named(name) for name in config.runs]
-    first = step_benches.parse(_flags(runs[0], listed, folder))
+    first = bench_configs.parse(_flags(runs[0], listed, folder))
     devices = starting.start(first.mesh, first.platform)
     print(devices.lines[0])
     peak_gib = 0.0
@@ -86,7 +92,7 @@ def _measured(
         if run.kind is Kind.LINKS:
             result = links(devices)
         else:
-            config = step_benches.parse(_flags(run, listed, folder))
+            config = bench_configs.parse(_flags(run, listed, folder))
             result = step_benches.measure(config, devices)
     except (RuntimeError, ConfigError) as error:  # XLA's errors are RuntimeErrors
         text = f"{type(error).__name__}: {error}"

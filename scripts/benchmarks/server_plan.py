@@ -243,7 +243,7 @@ class _Lister:
 
     def arguments(self, case: Case, *, trace: bool) -> tuple[str, ...]:
         """Flags of bench.py, but for files, mesh and platform."""
-        flags = ["--random_init", "--model", case.model]
+        flags = ["--random_init", "--packing=false", "--model", case.model]
         flags += ["--max_length", str(case.max_length)]
         flags += ["--global_batch_size", str(case.global_batch_size)]
         flags += ["--seconds", f"{self.config.seconds:g}"]

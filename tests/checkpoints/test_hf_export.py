@@ -290,6 +290,17 @@ def test_files_are_those_of_peft(written):
     assert theirs.target_modules == {"q_proj"}
 
 
+def test_an_adapter_of_nothing_is_refused_and_the_old_one_stays(written, caplog):
+    out, adapters, specs, lora_config, options = written
+    before = (out / "adapter_model.safetensors").read_bytes()
+    with pytest.raises(peft_tensors.AdapterTensorsError, match="no adapter to write"):
+        hf_export.write_adapter(out, {}, (), lora_config, options=options)
+    assert (out / "adapter_model.safetensors").read_bytes() == before
+    with caplog.at_level("INFO"):
+        hf_export.write_adapter(out, adapters, specs, lora_config, options=options)
+    assert "adapter: 6 tensors, 0.0 MiB" in caplog.text
+
+
 def test_adapter_may_be_written_in_bfloat16(written):
     out, adapters, specs, lora_config, options = written
     options = dataclasses.replace(options, dtype="bfloat16")

@@ -1,7 +1,9 @@
 import pathlib
+import re
 
 import pytest
 
+from mtuner_jax.configs import ConfigError
 from mtuner_jax.devices import detection
 
 
@@ -37,6 +39,12 @@ def machine(tmp_path):
         (8, 8, "0,1,-1,2", 8, 2),
         (8, 8, "0,9,1", 8, 1),
         (8, 8, "GPU-1a2b,GPU-3c4d", 8, 2),
+        (8, 8, "NoDevFiles", 8, 0),
+        (8, 8, "none", 8, 0),
+        (8, 8, "0,0", 8, 0),
+        (8, 8, "GPU-1a2b,GPU-1a2b", 8, 0),
+        (8, 8, "MIG-1a2b", 8, 1),
+        (8, 8, "MIG-1a2b,MIG-3c4d", 8, 1),
     ],
 )
 def test_devices_are_counted_as_cuda_counts_them(
@@ -51,6 +59,29 @@ def test_devices_are_counted_as_cuda_counts_them(
 def test_present_is_singular_for_one_device():
     assert detection.Gpus(num_present=1).present == "1 NVIDIA device"
     assert detection.Gpus(num_present=2).present == "2 NVIDIA devices"
+
+
+@pytest.mark.parametrize(
+    ("visible", "reason"),
+    [
+        ("NoDevFiles", r"hides them (Slurm gave this job no GPU; ask for them with"),
+        ("0,0", "hides them (it names 0 twice)"),
+        ("", "CUDA_VISIBLE_DEVICES='' hides them"),
+    ],
+)
+def test_what_hides_all_devices_is_explained(visible, reason):
+    assert reason in detection.hidden_by(visible, "them")
+
+
+def test_a_mesh_of_unlike_cards_is_refused_with_the_choices():
+    old, new = "NVIDIA GeForce RTX 3090", "NVIDIA GeForce RTX 4090"
+    text = re.escape(
+        f"unlike cards: 2 x {old}, 2 x {new}; choose with "
+        f"CUDA_VISIBLE_DEVICES=0,3 ({old}) or CUDA_VISIBLE_DEVICES=1,2 ({new})"
+    )
+    with pytest.raises(ConfigError, match=text):
+        detection.require_one_kind([old, new, new, old])
+    detection.require_one_kind([old, old])
 
 
 @pytest.mark.parametrize(

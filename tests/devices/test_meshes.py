@@ -65,6 +65,7 @@ def test_auto_is_pcie8_without_accelerators(num_devices):
         ("", "is unknown"),
         ("2x0", "mesh='2x0': 1 to 8 sizes, each at least 1"),
         ("x".join("2" * 9), "1 to 8 sizes"),
+        ("64x64x64", "mesh='64x64x64': 262,144 devices; up to 1,024 can be planned"),
     ],
 )
 def test_what_is_no_mesh_is_an_error(text, error):

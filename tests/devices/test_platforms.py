@@ -91,6 +91,13 @@ def test_gpus_are_used_where_jax_can(platform):
             {**EIGHT, "num_visible": 0, "cuda_visible_devices": "-1"},
             "CUDA_VISIBLE_DEVICES='-1' hides them",
         ),
+        (
+            GPU,
+            1,
+            {**EIGHT, "num_visible": 0, "cuda_visible_devices": "NoDevFiles"},
+            r"hides them \(Slurm gave this job no GPU; ask for them with --gres=gpu:N",
+        ),
+        (CPU, 1000, {}, "mesh pcie8 needs 1,000 devices, and no more than 64 virtual"),
     ],
 )
 def test_gpus_that_cannot_be_used_are_an_error(platform, num_devices, found, message):
@@ -195,5 +202,5 @@ def test_more_cpu_devices_than_a_running_jax_has_are_an_error():
 def test_start_on_cpus_keeps_the_order():
     prepared = decide(CPU, 4)
     assert platforms.start(prepared) == jax.devices("cpu")
-    with pytest.raises(configs.ConfigError, match="999 devices are needed, JAX has"):
-        platforms.start(decide(CPU, 999))
+    with pytest.raises(configs.ConfigError, match="60 devices are needed, JAX has"):
+        platforms.start(decide(CPU, 60))

@@ -36,3 +36,16 @@ def test_the_name_of_a_card_finds_its_own_row(card):
     assert card.matmul_flops_per_s.value[-1][1] < card.peak_flops_per_s
     others = [other for other in cards.CARDS if other is not card]
     assert card.device not in {other.device for other in others}
+
+
+@pytest.mark.parametrize(
+    ("device", "hopper"),
+    [
+        ("NVIDIA H200", True),
+        ("NVIDIA A100-PCIE-40GB", False),
+        ("cpu", False),
+        ("", False),
+    ],
+)
+def test_hopper_is_told_by_the_name(device, hopper):
+    assert cards.is_hopper(device) == hopper

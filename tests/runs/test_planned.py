@@ -21,7 +21,7 @@ TINY = llama_family.LlamaShape(
 )
 
 
-def make_planner():
+def make_planner(**host):
     request = requests.StepRequest(
         name="tiny",
         mesh=meshes.parse("pcie8"),
@@ -29,7 +29,7 @@ def make_planner():
         max_length=512,
         memory_budget=1.0,
     )
-    return planned.Planner(requests.make(TINY, request))
+    return planned.Planner(requests.make(TINY, request), **host)
 
 
 def test_a_smaller_plan_takes_less_and_is_compared_with_the_budget_asked_for():
@@ -68,3 +68,29 @@ def test_plans_are_changed_a_few_times_at_most_whoever_asks():
     assert len(told) == planned.MAX_REPLANS
     with pytest.raises(NoSmallerPlanError, match="the plan was changed 3 times; lower"):
         planner.smaller(1)
+
+
+def test_a_plan_for_virtual_devices_fits_the_hosts_memory_too(caplog):
+    unbound = make_planner()
+    unbound.fastest()
+    needed = planned.host_bytes(unbound.report)
+    devices = 8
+    forecast = unbound.report.forecast.total_bytes
+    assert needed >= devices * (forecast + unbound.report.host_bytes)
+    free = make_planner(host_bytes=needed)
+    assert free.fastest().plan == unbound.report.plan
+    with caplog.at_level("INFO"):
+        bound = make_planner(host_bytes=int(0.8 * needed))
+        assert planned.host_bytes(bound.fastest()) <= 0.8 * needed
+    assert "MiB are free: planned again for that" in caplog.text
+    assert bound.report.host_bytes == 0
+    assert bound.smaller(1000).forecast.total_bytes < bound.inputs.budget_bytes
+
+
+def test_a_host_that_holds_no_plan_is_named_with_what_is_needed():
+    match = (
+        r"8 virtual devices share this host's memory, of which 1.0 MiB are free: no "
+        r"plan fits: .* needs at least [\d,]+ bytes .* or lower max_length to 256"
+    )
+    with pytest.raises(ConfigError, match=match):
+        make_planner(host_bytes=2**20).fastest()

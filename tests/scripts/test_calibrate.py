@@ -41,7 +41,7 @@ def test_a_cpu_gets_a_file_of_its_own_and_a_table(tmp_path):
 
 def test_a_cpu_cannot_take_the_name_of_a_preset(tmp_path):
     done = calibrate("--mesh", "2", "--name", "h200x2", folder=tmp_path)
-    assert done.returncode == 1
+    assert done.returncode == 2
     text = "error: --name h200x2 is the preset of NVIDIA H200, this is cpu"
     assert text in done.stderr
     assert not list(tmp_path.glob("*.json"))
@@ -49,5 +49,5 @@ def test_a_cpu_cannot_take_the_name_of_a_preset(tmp_path):
 
 def test_the_output_has_to_be_found_as_json(tmp_path):
     done = calibrate("--mesh", "2", "--output", "box", folder=tmp_path)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "--output box: --hardware knows files as .json" in done.stderr

@@ -7,12 +7,12 @@ import jax
 import pytest
 
 from models import llama_configs, llama_family
-from mtuner_jax.configs import LoraConfig
+from mtuner_jax.configs import LoraConfig, PlanConfig
 from mtuner_jax.devices import meshes
 from mtuner_jax.hardware import machines
 from mtuner_jax.inspection import compile_only
 from mtuner_jax.planning import plans
-from mtuner_jax.runs import plan_only, requests
+from mtuner_jax.runs import requests
 from scripts import plan
 
 TINY = llama_configs.LlamaConfig(
@@ -124,10 +124,10 @@ def test_a_compute_bound_step_has_nothing_to_win(capsys):
         (("--model", "llama2-700b"), r"no such shape \(did you mean llama2-70b"),
         (("--hardware", "pcie9"), r"hardware='pcie9' is unknown \(did you mean pcie8"),
         (("--mesh", "2y2"), "mesh='2y2' is unknown"),
-        (("--memory_budget", "-1"), "memory_budget=-1.0: at least 0"),
+        (("--memory_budget", "-1"), "memory_budget=-1.0 must not be negative"),
         (("--memory_budget", "0.01"), "memory_budget=0.01 GiB per device: from 64.0"),
         (("--memory_budget", "50"), "memory_budget=50.0 GiB .* has 39.4 GiB"),
-        (("--global_batch_size", "-3"), "global_batch_size=-3: at least 0"),
+        (("--global_batch_size", "-3"), "global_batch_size=-3 must not be negative"),
         (("--plan", "replicated"), "plan='replicated': auto, or a plan's .json file"),
         (("--plan", "no.json"), "plan='no.json': no such file"),
         (("--attention", "flash"), "attention='flash'"),
@@ -237,5 +237,5 @@ def test_settings_say_what_they_are(capsys):
     with pytest.raises(SystemExit):
         run("--help")
     text = capsys.readouterr().out
-    for field in dataclasses.fields(plan_only.PlanConfig):
+    for field in dataclasses.fields(PlanConfig):
         assert f"--{field.name}" in text

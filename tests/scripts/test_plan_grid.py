@@ -26,7 +26,15 @@ def test_plan_fits_when_compiled(model, max_length, mesh, tmp_path, capsys):
         [
             *("--model", f"llama2-{model}"),
             *("--mesh", mesh, "--max_length", str(max_length)),
-            *("--global_batch_size", "8", "--verify", "true", "--json", str(output)),
+            *(
+                "--packing=false",
+                "--global_batch_size",
+                "8",
+                "--verify",
+                "true",
+                "--json",
+                str(output),
+            ),
         ]
     )
     data = json.loads(output.read_text())

@@ -206,6 +206,37 @@ def test_cudnn_is_refused_where_it_would_leak_or_fail(changes, text):
         api.choose("cudnn", **{**usable, **changes})
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "hopper", "want"),
+    [
+        (64, False, "cudnn"),
+        (128, False, "cudnn"),
+        (36, False, "xla"),
+        (36, True, "xla"),
+        (192, False, "xla"),
+        (192, True, "cudnn"),
+        (256, True, "cudnn"),
+        (264, True, "xla"),
+    ],
+)
+def test_auto_leaves_head_dims_that_cudnn_lacks_to_xla_and_says_so(
+    head_dim, hopper, want, caplog
+):
+    where = {"on_gpu": True, "packing": False, "dtype": "bfloat16"}
+    where |= {"head_dim": head_dim, "hopper": hopper}
+    with caplog.at_level("INFO"):
+        assert api.choose("auto", **where) == want
+    told = [record.getMessage() for record in caplog.records]
+    assert bool(told) == (want == "xla")
+    if want == "xla":
+        limit = 256 if hopper else 128
+        reason = f"head_dim={head_dim} (multiples of 8 up to {limit} on these GPUs)"
+        assert told[0].startswith("attention: xla, because cudnn cannot be used with")
+        assert reason in told[0]
+        with pytest.raises(ConfigError, match=rf"attention=cudnn.*head_dim={head_dim}"):
+            api.choose("cudnn", **where)
+
+
 @pytest.mark.parametrize("name", ["auto", *api.BACK_ENDS])
 def test_every_back_end_can_be_asked_for_in_the_settings(name):
     assert RunConfig(attention=name).attention == name

@@ -3,13 +3,13 @@ import pytest
 from mtuner_jax.configs import ConfigError
 from mtuner_jax.planning import plans
 from scripts import bench
-from scripts.benchmarks import step_benches
+from scripts.benchmarks import bench_configs, step_benches
 
 FLAGS = ["--random_init", "--model", "smollm2-135m"]
 
 
 def test_flags_put_a_plan_together():
-    config = step_benches.parse(
+    config = bench_configs.parse(
         [
             *(*FLAGS, "--saved", "layer_input", "--rest_axes", "1"),
             *("--kept_layers", "2", "--bwd_keep_axes", "2"),
@@ -37,13 +37,13 @@ def test_cases_add_their_flags_to_the_commands(tmp_path):
     path = tmp_path / "cases.txt"
     path.write_text("--plan replicated\n# no case\n\n--xla a=1,b=c --trace\n")
     cases = bench.read_cases([*FLAGS, "--cases", str(path)])
-    configs = [step_benches.parse(case) for case in cases]
+    configs = [bench_configs.parse(case) for case in cases]
     assert [config.plan for config in configs] == ["replicated", "fsdp"]
     assert (configs[1].xla, configs[1].trace) == (("a=1", "b=c"), True)
 
 
 def test_weights_that_are_not_said_to_be_random_are_refused():
     with pytest.raises(ConfigError, match="random_init=False: weights are random"):
-        step_benches.parse(["--model", "llama2-7b"])
+        bench_configs.parse(["--model", "llama2-7b"])
     with pytest.raises(ConfigError, match="xla='a': name=value"):
-        step_benches.parse([*FLAGS, "--xla", "a"])
+        bench_configs.parse([*FLAGS, "--xla", "a"])
