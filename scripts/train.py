@@ -23,11 +23,10 @@ def main(argv: list[str]) -> int:
     try:
         config = read_config(argv)
         with logs.to_console():
-            lora.train(config, llama_family.FAMILY, argv=argv)
+            return lora.train(config, llama_family.FAMILY, argv=argv)
     except (ConfigError, metrics.NonFiniteError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
-    return 0
 
 
 def read_config(argv: list[str]) -> RunConfig:

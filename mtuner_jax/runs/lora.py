@@ -3,48 +3,68 @@
 import dataclasses
 import logging
 import pathlib
+import shutil
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+import jax
 
 from mtuner_jax.adapters import lora
-from mtuner_jax.checkpoints import hf_export, metas, step_dirs, store
+from mtuner_jax.checkpoints import folders, hf_export, metas, step_dirs, store
 from mtuner_jax.configs import ConfigError, Platform, RunConfig
-from mtuner_jax.data import loading
+from mtuner_jax.data import changes, loading
 from mtuner_jax.devices import starting
 from mtuner_jax.engines import flops
 from mtuner_jax.hardware import cards
+from mtuner_jax.protocols.engines import State
 from mtuner_jax.protocols.states import Params
 from mtuner_jax.runs import opening
 from mtuner_jax.runs.families import Family
 from mtuner_jax.runs.lora_engines import EngineBuilder, LoraJob
-from mtuner_jax.training import logs, loops, metrics, optimizers, reporters, run_dirs
+from mtuner_jax.training import (
+    executors,
+    logs,
+    loops,
+    metrics,
+    optimizers,
+    progress,
+    reporters,
+    run_dirs,
+    stopping,
+)
 
 _MAX_CPU_PARAMETERS = 1_000_000_000
 _logger = logging.getLogger(__name__)
 
 
-def train(config: RunConfig, family: Family, *, argv: Sequence[str] = ()) -> None:
+def train(config: RunConfig, family: Family, *, argv: Sequence[str] = ()) -> int:
     """Sets everything up, trains, and writes adapter and summary.
+
+    Nothing is written before it is known that the run may start: a folder that holds
+    another run stays as it is.
 
     Args:
       config: The run.
       family: Of the model.
       argv: The command line, for `run_info.json`.
 
+    Returns:
+      The exit code: 0 for a finished run, `stopping.STOPPED` for one that a signal
+      has stopped and that goes on when it is started again.
+
     Raises:
       ConfigError: A setting that cannot be, or memory that does not suffice.
+      SaveError: A checkpoint that could not be written.
       NonFiniteError: A loss or gradient is NaN or infinite.
     """
-    devices = starting.start(
-        config.mesh, config.platform, deterministic=config.deterministic
-    )
-    resume = step_dirs.find(
-        config.resume_from_checkpoint, pathlib.Path(config.output_dir)
-    )
-    run = run_dirs.claim(config.output_dir, resume_from=resume)
-    with logs.to_file(run.log):
-        run_dirs.write_config(run, config)
-        run_dirs.write_info(run, argv)
+    with stopping.watched() as stop, logs.to_file() as log:
+        devices = starting.start(
+            config.mesh, config.platform, deterministic=config.deterministic
+        )
+        resume = step_dirs.find(
+            config.resume_from_checkpoint, pathlib.Path(config.output_dir)
+        )
+        run = run_dirs.claim(config.output_dir, resume_from=resume)
         for line in devices.lines:
             _logger.info("%s", line)
         opened = opening.open_model(family, config)
@@ -65,32 +85,84 @@ def train(config: RunConfig, family: Family, *, argv: Sequence[str] = ()) -> Non
             run=run,
         )
         builder = EngineBuilder(job)
-        _run_steps(builder, data, resume, total_steps=total_steps)
-        _summarize(builder)
-
-
-def _run_steps(
-    builder: EngineBuilder,
-    data: loading.RunData,
-    resume: pathlib.Path | None,
-    *,
-    total_steps: int,
-) -> None:
-    """Runs the steps that are left and writes the adapter."""
-    job, keeper = builder.job, _keeper(builder, data)
-    with keeper.checkpoints:
-        engine = builder.build()
-        executor = builder.executor(engine)
-        state = engine.init()
+        keeper = _keeper(builder, data)
         if resume is not None:
-            restored = keeper.checkpoints.restore(
-                resume, engine.abstract_state(), meta=keeper.meta
-            )
-            data.train.set_state(restored.data)
-            _logger.info("resumed from %s: step %d", resume, restored.step)
-            state = restored.state
+            _check_same_run(resume, keeper.meta, data)
+        engine = builder.build(lambda: _accept(job, data, log, argv=argv))
+        session = _Session(
+            builder=builder,
+            executor=builder.executor(engine),
+            data=data,
+            keeper=keeper,
+            resume=resume,
+            stop=stop,
+        )
+        return _run_steps(session, total_steps=total_steps)
+
+
+class _Session(NamedTuple):
+    """What the steps of a run need.
+
+    Attributes:
+      builder: Of the engine.
+      executor: Of the engine that was built first.
+      data: The run's.
+      keeper: Where the run is kept.
+      resume: The checkpoint to go on from; None to start anew.
+      stop: Whether the run was asked to stop.
+    """
+
+    builder: EngineBuilder
+    executor: executors.Executor
+    data: loading.RunData
+    keeper: loops.Keeper
+    resume: pathlib.Path | None
+    stop: stopping.Stop
+
+
+def _accept(
+    job: LoraJob, data: loading.RunData, log: logs.RunLog, *, argv: Sequence[str]
+) -> None:
+    """The first writes into the run's folder."""
+    run_dirs.accept(job.run, job.config, log, argv=argv)
+    if jax.process_index() == 0:
+        changes.write(job.run.rows, changes.rows_of(data.dataset))
+
+
+def _check_same_run(
+    resume: pathlib.Path, meta: metas.RunMeta, data: loading.RunData
+) -> None:
+    """Compares with the checkpoint what is known before planning and loading.
+
+    Raises:
+      CheckpointMismatch: It is another run's.
+    """
+    saved = step_dirs.read_meta(resume)["run"]
+    before: Any = saved["data"]
+    rows = ""
+    if isinstance(before, dict) and before.get("dataset") != data.dataset.digest:
+        earlier = run_dirs.RunDir(root=resume.absolute().parent.parent)
+        rows = changes.told(changes.read(earlier.rows), data.dataset)
+    metas.check_same_run(resume, saved, meta, rows=rows)
+
+
+def _run_steps(session: _Session, *, total_steps: int) -> int:
+    """Runs the steps that are left, writes the adapter, and says how it ended."""
+    job, keeper = session.builder.job, session.keeper
+    loop = loops.Loop(
+        config=job.config,
+        executor=session.executor,
+        data=session.data,
+        keeper=keeper,
+        learning_rate=job.learning_rate,
+        stop=session.stop,
+    )
+    with keeper.checkpoints:
+        state = _first_state(session, loop)
         start_step = int(state.step)
-        if start_step >= total_steps:
+        if start_step >= total_steps and not loop.owes_evaluation(
+            start_step, total_steps=total_steps
+        ):
             _logger.info(
                 "%s is finished: step %d of %d. Raise --max_steps to go on, or "
                 "choose another --output_dir",
@@ -102,26 +174,58 @@ def _run_steps(
             reporter = reporters.Reporter(
                 job.run,
                 job.config,
-                rates=_rates(builder),
+                rates=_rates(session.builder),
                 total_steps=total_steps,
                 start_step=start_step,
             )
-            loop = loops.Loop(
-                job.config,
-                executor,
-                data=data,
-                keeper=keeper,
-                learning_rate=job.learning_rate,
-            )
             with reporter:
                 state = loop.run(state, reporter, total_steps=total_steps)
-        adapters = executor.engine.export(state)
-    keeper.write_adapter(adapters, job.run.adapter)
+        adapters = session.executor.engine.export(state)
+    step = int(state.step)
+    with store.as_save_error(job.run.adapter):
+        keeper.write_adapter(adapters, job.run.adapter)
+        _keep_best(job, loop)
+    owed = step < total_steps or loop.owes_evaluation(step, total_steps=total_steps)
+    if loop.stopped and owed and not loop.stops_early:
+        _logger.info(
+            "stopped by %s after step %d of %d, saved in %s; the same command goes on "
+            "from there",
+            session.stop.asked or "another process",
+            step,
+            total_steps,
+            job.run.checkpoints / str(step),
+        )
+        return stopping.STOPPED
+    _summarize(session.builder, loop)
+    return 0
+
+
+def _first_state(session: _Session, loop: loops.Loop) -> State:
+    """The state to begin with: fresh, or a checkpoint's."""
+    engine, keeper, resume = session.executor.engine, session.keeper, session.resume
+    if resume is None:
+        return engine.init()
+    restored = keeper.checkpoints.restore(
+        resume, engine.abstract_state(), meta=keeper.meta
+    )
+    session.data.train.set_state(restored.data)
+    found = restored.notes.get("progress", {"evaluated": restored.step})
+    loop.progress = progress.from_json(found)
+    _logger.info("resumed from %s: step %d", resume, restored.step)
+    return restored.state
+
+
+def _keep_best(job: LoraJob, loop: loops.Loop) -> None:
+    """Copies the adapter of the best checkpoint to where users find it."""
+    source = job.run.checkpoints / str(loop.progress.best_step) / "adapter"
+    if job.config.save_best and source.is_dir() and jax.process_index() == 0:
+        with folders.replaced(job.run.adapter_best, owned=("*",)) as temporary:
+            shutil.copytree(source, temporary, dirs_exist_ok=True)
 
 
 def _keeper(builder: EngineBuilder, data: loading.RunData) -> loops.Keeper:
     """Where the run is kept, and as what."""
-    config, opened = builder.job.config, builder.job.opened
+    job, config, opened = builder.job, builder.job.config, builder.job.opened
     options = hf_export.AdapterOptions(
         base_name=opened.name, tokenizer=opened.tokenizer
     )
@@ -133,7 +237,7 @@ def _keeper(builder: EngineBuilder, data: loading.RunData) -> loops.Keeper:
 
     return loops.Keeper(
         checkpoints=store.Store(
-            builder.job.run.checkpoints, save_total_limit=config.save_total_limit
+            job.run.checkpoints, save_total_limit=config.save_total_limit
         ),
         meta=metas.RunMeta(
             base_model=opened.identity,
@@ -186,7 +290,7 @@ def _rates(builder: EngineBuilder) -> metrics.Rates:
     )
 
 
-def _summarize(builder: EngineBuilder) -> None:
+def _summarize(builder: EngineBuilder, loop: loops.Loop) -> None:
     """The run in a few lines: what came out and where it lies."""
     run, config = builder.job.run, builder.job.config
     records = metrics.read(run.metrics)
@@ -205,6 +309,17 @@ def _summarize(builder: EngineBuilder) -> None:
         f"adapter: {run.adapter} (loads with PEFT)",
         f"checkpoints: {run.checkpoints}",
     ]
+    best = loop.progress
+    if loop.stops_early:
+        lines.append(
+            f"stopped early: {best.without_gain} evaluations without a lower loss; "
+            "early_stopping_patience=0 goes on"
+        )
+    if config.save_best and best.best_step >= 0:
+        lines.append(
+            f"best: step {best.best_step}, eval loss {best.best_loss:.4f}: "
+            f"{run.adapter_best}"
+        )
     if config.plan == "auto" and config.memory_budget:
         lines.append(
             f"planned under memory_budget={config.memory_budget} GiB per device; "

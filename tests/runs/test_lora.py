@@ -1,0 +1,149 @@
+"""Whole runs of a tiny model: stopped, refused, going on."""
+
+import json
+import logging
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from mtuner_jax.checkpoints import step_dirs
+from mtuner_jax.configs import ConfigError
+from mtuner_jax.training import stopping
+from tests import tiny_runs
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory):
+    os.environ["MTUNER_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+    yield tiny_runs.workshop(tmp_path_factory.mktemp("workshop"))
+    del os.environ["MTUNER_CACHE_DIR"]
+
+
+@pytest.fixture(scope="module")
+def finished(workshop):
+    """A run of six steps that was never stopped."""
+    assert tiny_runs.train(workshop, "finished") == 0
+    return workshop / "finished"
+
+
+def signal_after(run, *, lines, number, delay_s=0.0):
+    """Sends this process a signal when a run has so many records."""
+
+    def watch():
+        path = run / "metrics.jsonl"
+        while not path.exists() or len(path.read_text().splitlines()) < lines:
+            time.sleep(0.002)
+        time.sleep(delay_s)
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_training_saves_the_step_and_the_run_goes_on_bit_for_bit(
+    workshop, finished, caplog, number
+):
+    caplog.set_level(logging.INFO, "mtuner_jax")
+    name = f"stopped-{number}"
+    run, without = workshop / name, {"save_steps": 0, "max_steps": 10**6}
+    thread = signal_after(run, lines=2, number=number)
+    assert tiny_runs.train(workshop, name, **without) == stopping.STOPPED
+    thread.join()
+    (step,) = step_dirs.scan(run / "checkpoints").complete
+    assert (run / "adapter/adapter_model.safetensors").is_file()
+    last = caplog.records[-1].message
+    assert f"stopped by {number.name} after step {step} of 1000000, saved in" in last
+    assert tiny_runs.train(workshop, name, max_steps=step + 2) == 0
+    got, want = tiny_runs.curve(run), tiny_runs.curve(finished)
+    both = min(len(got), len(want))
+    assert got[:both] == want[:both]
+    assert [record[0] for record in got] == list(range(1, step + 3))
+
+
+def test_a_signal_in_an_evaluation_cuts_it_off_and_it_is_made_up_for(workshop):
+    run = workshop / "evaluating"
+    held_out = workshop / "held_out.jsonl"
+    held_out.write_text("\n".join(tiny_runs.rows(1500, seed=1)))
+    changes = {"eval_dataset": held_out, "eval_steps": 1, "save_steps": 0}
+    thread = signal_after(run, lines=1, number=signal.SIGUSR1, delay_s=0.1)
+    assert tiny_runs.train(workshop, "evaluating", **changes) == stopping.STOPPED
+    thread.join()
+    assert step_dirs.scan(run / "checkpoints").complete == (1,)
+    assert tiny_runs.curve(run)[-1][0] == 1
+    assert "eval_loss" not in (run / "metrics.jsonl").read_text()
+    changes = {**changes, "max_eval_batches": 1, "max_steps": 2}
+    assert tiny_runs.train(workshop, "evaluating", **changes) == 0
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    records = list(map(json.loads, lines))
+    found = [("eval_loss" in record, record["step"]) for record in records]
+    assert found == [(False, 1), (True, 1), (False, 2), (True, 2)]
+
+
+def test_time_decides_when_to_save_where_save_steps_does_not(workshop):
+    run = workshop / "timed"
+    minutes = {"save_steps": 0, "save_minutes": 1e-9, "save_total_limit": 9}
+    assert tiny_runs.train(workshop, "timed", **minutes, max_steps=3) == 0
+    assert step_dirs.scan(run / "checkpoints").complete == (1, 2, 3)
+    at_the_end = {**minutes, "save_minutes": 0}
+    assert tiny_runs.train(workshop, "untimed", **at_the_end, max_steps=3) == 0
+    assert step_dirs.scan(workshop / "untimed/checkpoints").complete == (3,)
+
+
+def other_model(workshop):
+    return {"model": tiny_runs.write_model(workshop / "other", seed=1)}
+
+
+def longer_data(workshop):
+    path = workshop / "longer.jsonl"
+    path.write_text("\n".join(tiny_runs.rows(13)))
+    return {"dataset.path": path}
+
+
+REFUSALS = {
+    "other model": (
+        other_model,
+        r"the base model is another one: the content of model.safetensors changed",
+    ),
+    "longer data": (
+        longer_data,
+        r"the dataset has 13 rows, was 12; first different row: 13 \(.*longer.jsonl:13"
+        r"\)\. .* --init_adapter .*finished$",
+    ),
+    "other rank": ({"lora.r": 4}, r"lora.r was 2, now 4 .* values \(--lora.r 2\)"),
+    "other seed": ({"seed": 7}, r"; seed was 42, now 7 is asked .*--seed 42\)"),
+    "other batch": ({"global_batch_size": 4}, "global_batch_size was 2, now 4"),
+    "no resume": ({"resume_from_checkpoint": "none"}, "holds another run's"),
+    "no such module": ({"lora.target_modules": "q_porj"}, "did you mean 'q_proj'"),
+    "no such plan": ({"plan": "fspd"}, "fspd"),
+    "budget": ({"plan": "auto", "mesh": "pcie8", "memory_budget": 1e-3}, "memory_bud"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_refused_start_leaves_a_used_folder_byte_for_byte(workshop, finished, name):
+    changes, text = REFUSALS[name]
+    changes = changes(workshop) if callable(changes) else changes
+    before = tiny_runs.contents(finished)
+    with pytest.raises(ConfigError, match=text):
+        tiny_runs.train(workshop, "finished", **changes)
+    assert tiny_runs.contents(finished) == before
+
+
+def test_a_refused_start_makes_no_folder(workshop):
+    with pytest.raises(ConfigError):
+        tiny_runs.train(workshop, "never", **{"lora.target_modules": "q_porj"})
+    assert not (workshop / "never").exists()
+
+
+def test_an_accepted_start_writes_what_was_said_before_it(finished):
+    log = (finished / "train.log").read_text()
+    first = log.splitlines()[0]
+    assert "platform cpu was asked for: mesh 1 runs on 1 virtual CPU device" in first
+    assert {"config.yaml", "run_info.json", "plan.json", "data_rows.npz"} <= {
+        path.name for path in finished.iterdir()
+    }
