@@ -13,19 +13,23 @@ import json
 import logging
 import os
 import pathlib
+import sys
+import types
 from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+import safetensors
 
 from mtuner_jax import configs
 from mtuner_jax.checkpoints import metas, step_dirs
 
 _logger = logging.getLogger(__name__)
 Json = metas.Json
-# What Orbax and TensorStore raise when a disk is full, a file is gone, and so on.
-_SAVE_ERRORS = (OSError, ValueError, RuntimeError)
+# What Orbax, TensorStore and safetensors raise when a disk is full, a file is gone,
+# and so on.
+_SAVE_ERRORS = (OSError, ValueError, RuntimeError, safetensors.SafetensorError)
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 
 
@@ -72,12 +76,27 @@ class Store:
         self.notes: Json = {}
         self._latest_step = -1
         self._checkpointer = _checkpointer()
+        self._hook = sys.excepthook
 
     def __enter__(self) -> "Store":
+        self._hook, sys.excepthook = sys.excepthook, self._quiet_hook
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.close()
+        try:
+            self.close()
+        finally:
+            sys.excepthook = self._hook
+
+    def _quiet_hook(
+        self,
+        kind: type[BaseException],
+        error: BaseException,
+        trace: types.TracebackType | None,
+    ) -> None:
+        """Leaves out what TensorStore prints for each write of a save that failed."""
+        if not (kind is RuntimeError and str(error) == "Event loop is closed"):
+            self._hook(kind, error, trace)
 
     def save(
         self,

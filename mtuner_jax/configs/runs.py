@@ -179,6 +179,8 @@ class RunConfig(OptimizerConfig):
       early_stopping_threshold: By how much a loss must be lower to count.
       watchdog_minutes: Say so when a step or an evaluation takes longer; 0 never does.
       resume_from_checkpoint: `auto` or `latest`, `none`, or a checkpoint's folder.
+      init_adapter: Adapter whose weights a new run begins with: a PEFT folder, a run's
+        folder or a checkpoint; optimizer and data start anew.
       report_to: `tensorboard` or `none`; metrics.jsonl is always written.
       plot_loss: Write training_loss.png at the end.
       deterministic: On GPUs, slower kernels that repeat bit for bit.
@@ -222,6 +224,7 @@ class RunConfig(OptimizerConfig):
     early_stopping_threshold: float = 0.0
     watchdog_minutes: float = 5.0
     resume_from_checkpoint: str = "auto"
+    init_adapter: str = ""
     report_to: str = "tensorboard"
     plot_loss: bool = True
     deterministic: bool = False

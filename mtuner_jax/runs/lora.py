@@ -18,7 +18,7 @@ from mtuner_jax.engines import flops
 from mtuner_jax.hardware import cards
 from mtuner_jax.protocols.engines import State
 from mtuner_jax.protocols.states import Params
-from mtuner_jax.runs import opening
+from mtuner_jax.runs import opening, silent_adapters, warm_starts
 from mtuner_jax.runs.families import Family
 from mtuner_jax.runs.lora_engines import EngineBuilder, LoraJob
 from mtuner_jax.training import (
@@ -58,46 +58,57 @@ def train(config: RunConfig, family: Family, *, argv: Sequence[str] = ()) -> int
       NonFiniteError: A loss or gradient is NaN or infinite.
     """
     with stopping.watched() as stop, logs.to_file() as log:
-        devices = starting.start(
-            config.mesh, config.platform, deterministic=config.deterministic
-        )
-        resume = step_dirs.find(
-            config.resume_from_checkpoint, pathlib.Path(config.output_dir)
-        )
-        run = run_dirs.claim(config.output_dir, resume_from=resume)
-        for line in devices.lines:
-            _logger.info("%s", line)
-        opened = opening.open_model(family, config)
-        _check_size(config, opened, on_gpu=devices.on_gpu)
-        rows = _rows_per_step(config, devices.mesh.size)
-        data = loading.load(config, opened.tokenizer, global_batch_size=rows)
-        total_steps = loops.num_steps(
-            config, steps_per_epoch=data.train.steps_per_epoch
-        )
-        learning_rate = optimizers.schedule(config, num_steps=total_steps)
-        job = LoraJob(
-            config=config,
-            opened=opened,
-            devices=devices,
-            rows=rows,
-            optimizer=optimizers.adamw(config, learning_rate),
-            learning_rate=learning_rate,
-            run=run,
-        )
-        builder = EngineBuilder(job)
-        keeper = _keeper(builder, data)
-        if resume is not None:
-            _check_same_run(resume, keeper.meta, data)
-        engine = builder.build(lambda: _accept(job, data, log, argv=argv))
-        session = _Session(
-            builder=builder,
-            executor=builder.executor(engine),
-            data=data,
-            keeper=keeper,
-            resume=resume,
-            stop=stop,
-        )
-        return _run_steps(session, total_steps=total_steps)
+        try:
+            session = _prepare(config, family, log, argv=argv)
+            return _run_steps(session, stop)
+        except (ConfigError, metrics.NonFiniteError) as error:
+            _logger.error("%s", error, extra=logs.FILE_ONLY)
+            raise
+
+
+def _prepare(
+    config: RunConfig, family: Family, log: logs.RunLog, *, argv: Sequence[str]
+) -> "_Session":
+    """Everything before the first step; writes nothing before it is accepted."""
+    devices = starting.start(
+        config.mesh, config.platform, deterministic=config.deterministic
+    )
+    resume = step_dirs.find(
+        config.resume_from_checkpoint, pathlib.Path(config.output_dir)
+    )
+    run = run_dirs.claim(config.output_dir, resume_from=resume)
+    for line in devices.lines:
+        _logger.info("%s", line)
+    opened = opening.open_model(family, config)
+    _check_size(config, opened, on_gpu=devices.on_gpu)
+    rows = _rows_per_step(config, devices.mesh.size)
+    data = loading.load(config, opened.tokenizer, global_batch_size=rows)
+    total_steps = loops.num_steps(config, steps_per_epoch=data.train.steps_per_epoch)
+    learning_rate = optimizers.schedule(config, num_steps=total_steps)
+    job = LoraJob(
+        config=config,
+        opened=opened,
+        devices=devices,
+        rows=rows,
+        optimizer=optimizers.adamw(config, learning_rate),
+        learning_rate=learning_rate,
+        run=run,
+    )
+    builder = EngineBuilder(job)
+    keeper = _keeper(builder, data)
+    if resume is not None:
+        _check_same_run(resume, keeper.meta, data)
+    adapters = _warm_start(builder, resume)
+    engine = builder.build(lambda: _accept(job, data, log, argv=argv))
+    return _Session(
+        builder=builder,
+        executor=builder.executor(engine),
+        data=data,
+        keeper=keeper,
+        resume=resume,
+        adapters=adapters,
+        total_steps=total_steps,
+    )
 
 
 class _Session(NamedTuple):
@@ -109,7 +120,8 @@ class _Session(NamedTuple):
       data: The run's.
       keeper: Where the run is kept.
       resume: The checkpoint to go on from; None to start anew.
-      stop: Whether the run was asked to stop.
+      adapters: Those to begin with; None for fresh ones.
+      total_steps: The step at which the run will end.
     """
 
     builder: EngineBuilder
@@ -117,7 +129,29 @@ class _Session(NamedTuple):
     data: loading.RunData
     keeper: loops.Keeper
     resume: pathlib.Path | None
-    stop: stopping.Stop
+    adapters: warm_starts.Adapters | None
+    total_steps: int
+
+
+def _warm_start(
+    builder: EngineBuilder, resume: pathlib.Path | None
+) -> warm_starts.Adapters | None:
+    """The adapters of `init_adapter`, unless the run has begun already."""
+    config, model = builder.job.config, builder.model
+    if not config.init_adapter:
+        return None
+    if resume is not None:
+        _logger.info(
+            "init_adapter=%s is not read again: the run goes on from %s",
+            config.init_adapter,
+            resume,
+        )
+        return None
+    adapters = warm_starts.read(
+        config.init_adapter, config.lora, model.adapters, decoder=model.decoder
+    )
+    _logger.info("the adapters begin as those of %s", config.init_adapter)
+    return adapters
 
 
 def _accept(
@@ -146,16 +180,17 @@ def _check_same_run(
     metas.check_same_run(resume, saved, meta, rows=rows)
 
 
-def _run_steps(session: _Session, *, total_steps: int) -> int:
+def _run_steps(session: _Session, stop: stopping.Stop) -> int:
     """Runs the steps that are left, writes the adapter, and says how it ended."""
-    job, keeper = session.builder.job, session.keeper
+    job, keeper, total_steps = session.builder.job, session.keeper, session.total_steps
     loop = loops.Loop(
         config=job.config,
         executor=session.executor,
         data=session.data,
         keeper=keeper,
         learning_rate=job.learning_rate,
-        stop=session.stop,
+        stop=stop,
+        hooks=(silent_adapters.hook(session.builder.model.adapters),),
     )
     with keeper.checkpoints:
         state = _first_state(session, loop)
@@ -190,7 +225,7 @@ def _run_steps(session: _Session, *, total_steps: int) -> int:
         _logger.info(
             "stopped by %s after step %d of %d, saved in %s; the same command goes on "
             "from there",
-            session.stop.asked or "another process",
+            stop.asked or "another process",
             step,
             total_steps,
             job.run.checkpoints / str(step),
@@ -204,7 +239,9 @@ def _first_state(session: _Session, loop: loops.Loop) -> State:
     """The state to begin with: fresh, or a checkpoint's."""
     engine, keeper, resume = session.executor.engine, session.keeper, session.resume
     if resume is None:
-        return engine.init()
+        state = engine.init()
+        adapters = session.adapters
+        return warm_starts.place(adapters, state) if adapters else state
     restored = keeper.checkpoints.restore(
         resume, engine.abstract_state(), meta=keeper.meta
     )

@@ -18,11 +18,16 @@ class _ConsoleHandler(logging.Handler):
     """Writes above a progress bar if there is one; names the level from WARNING on."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not getattr(record, "file_only", False):
+        if not (getattr(record, "file_only", False) or _is_told_by_us(record)):
             level = f"{record.levelname.lower()}: " * (
                 record.levelno >= logging.WARNING
             )
             tqdm.tqdm.write(level + self.format(record), file=sys.stderr)
+
+
+def _is_told_by_us(record: logging.LogRecord) -> bool:
+    """Whether it is the traceback of a failed save, which ends the run with a line."""
+    return record.levelno >= logging.ERROR and "orbax" in record.pathname
 
 
 def _is_wanted(record: logging.LogRecord) -> bool:

@@ -3,15 +3,17 @@
 import json
 import logging
 import os
+import resource
+import shutil
 import signal
 import threading
 import time
 
 import pytest
 
-from mtuner_jax.checkpoints import step_dirs
+from mtuner_jax.checkpoints import step_dirs, store
 from mtuner_jax.configs import ConfigError
-from mtuner_jax.training import stopping
+from mtuner_jax.training import logs, stopping
 from tests import tiny_runs
 
 
@@ -29,19 +31,31 @@ def finished(workshop):
     return workshop / "finished"
 
 
-def signal_after(run, *, lines, number, delay_s=0.0):
-    """Sends this process a signal when a run has so many records."""
+def meanwhile(do, *, when):
+    """Does something in a thread once a condition holds."""
 
     def watch():
-        path = run / "metrics.jsonl"
-        while not path.exists() or len(path.read_text().splitlines()) < lines:
+        while not when():
             time.sleep(0.002)
-        time.sleep(delay_s)
-        os.kill(os.getpid(), number)
+        do()
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     return thread
+
+
+def signal_after(run, *, lines, number, delay_s=0.0):
+    """Sends this process a signal when a run has so many records."""
+
+    def send():
+        time.sleep(delay_s)
+        os.kill(os.getpid(), number)
+
+    path = run / "metrics.jsonl"
+    return meanwhile(
+        send,
+        when=lambda: path.exists() and len(path.read_text().splitlines()) >= lines,
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -147,3 +161,94 @@ def test_an_accepted_start_writes_what_was_said_before_it(finished):
     assert {"config.yaml", "run_info.json", "plan.json", "data_rows.npz"} <= {
         path.name for path in finished.iterdir()
     }
+
+
+@pytest.fixture
+def full_disk():
+    """A function after which no large file can be written, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_ends_a_run_with_one_line_and_older_checkpoints(
+    workshop, full_disk, capfd
+):
+    run = workshop / "full"
+    long = {"max_steps": 10**6, "save_total_limit": 10**6, "lora.r": 128}
+    first = run / "checkpoints/1/commit_success.txt"
+    thread = meanwhile(full_disk, when=first.exists)
+    with logs.to_console(), pytest.raises(store.SaveError) as raised:
+        tiny_runs.train(workshop, "full", **long)
+    thread.join()
+    text = str(raised.value)
+    assert text.endswith(
+        "could not be written: File too large; older checkpoints are untouched; check "
+        "free space and permissions there"
+    )
+    assert "\n" not in text
+    shown = capfd.readouterr().err.partition("step 1/")[2]
+    assert "Traceback" not in shown and "RESOURCE_EXHAUSTED" not in shown
+    assert step_dirs.scan(run / "checkpoints").complete
+    assert text in (run / "train.log").read_text()
+
+
+def test_adapters_without_a_gradient_are_named_after_the_first_step(workshop, caplog):
+    caplog.set_level(logging.WARNING, "mtuner_jax")
+    changes = {
+        "model": tiny_runs.write_model(workshop / "zeros", zero=("1.mlp.",)),
+        "lora.target_modules": "q_proj,up_proj,down_proj",
+        "max_steps": 2,
+    }
+    assert tiny_runs.train(workshop, "silent", **changes) == 0
+    told = [text for text in caplog.messages if "no gradient" in text]
+    (text,) = told
+    assert text.startswith(
+        "2 of 6 adapters got no gradient in step 1: model.layers.1.mlp.up_proj, "
+        "model.layers.1.mlp.down_proj; they stay without effect."
+    )
+
+
+def test_all_adapters_of_a_usual_run_have_gradients(workshop, caplog):
+    caplog.set_level(logging.WARNING, "mtuner_jax")
+    changes = {"mesh": "4", "plan": "fsdp", "global_batch_size": 4, "max_steps": 1}
+    assert tiny_runs.train(workshop, "usual", **changes) == 0
+    assert "no gradient" not in caplog.text
+
+
+def test_a_warm_start_takes_the_weights_alone_and_other_data(workshop, finished):
+    held_out = {"eval_dataset": workshop / "data.jsonl", "eval_on_start": "true"}
+    changes = {**longer_data(workshop), **held_out, "max_steps": 1}
+    warm = {**changes, "init_adapter": finished, "learning_rate": 1e-30}
+    assert tiny_runs.train(workshop, "warm", **warm) == 0
+    run = workshop / "warm"
+    pair = [
+        (folder / "adapter/adapter_model.safetensors").read_bytes()
+        for folder in (run, finished)
+    ]
+    assert pair[0] == pair[1]
+    first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["eval_loss"] < tiny_runs.curve(finished)[0][1] - 1
+    # The second start goes on from its own checkpoint.
+    again = {**warm, "max_steps": 2, "init_adapter": "/nowhere"}
+    assert tiny_runs.train(workshop, "warm", **again) == 0
+    assert [record[0] for record in tiny_runs.curve(run)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"lora.r": 4}, r"lora.r is 2 there and 4 here; set --lora.r 2$"),
+        ({"lora.lora_alpha": 8}, r"lora_alpha is 32.0 there and 8.0 here"),
+        ({"lora.target_modules": "q_proj"}, r"set --lora.target_modules q_proj,k_proj"),
+        ({"init_adapter": "/nowhere"}, "no adapter_config.json there"),
+    ],
+)
+def test_a_warm_start_with_another_adapter_is_refused_by_setting(
+    workshop, finished, changes, text
+):
+    with pytest.raises(ConfigError, match=text):
+        tiny_runs.train(workshop, "cold", **{"init_adapter": finished, **changes})
+    assert not (workshop / "cold").exists()
