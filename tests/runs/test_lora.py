@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import resource
-import shutil
 import signal
 import threading
 import time
@@ -12,7 +11,7 @@ import time
 import pytest
 
 from mtuner_jax.checkpoints import step_dirs, store
-from mtuner_jax.configs import ConfigError
+from mtuner_jax.configs import ConfigError, RunConfig
 from mtuner_jax.training import logs, stopping
 from tests import tiny_runs
 
@@ -252,3 +251,89 @@ def test_a_warm_start_with_another_adapter_is_refused_by_setting(
     with pytest.raises(ConfigError, match=text):
         tiny_runs.train(workshop, "cold", **{"init_adapter": finished, **changes})
     assert not (workshop / "cold").exists()
+
+
+def test_a_signal_during_a_save_waits_for_it_and_ends_with_one_line(workshop, caplog):
+    caplog.set_level(logging.INFO, "mtuner_jax")
+    run = workshop / "saving"
+    begun = meanwhile(
+        lambda: os.kill(os.getpid(), signal.SIGTERM),
+        when=lambda: any((run / "checkpoints").glob("2.orbax-checkpoint-tmp*")),
+    )
+    long = {"max_steps": 10**6, "lora.r": 128}
+    assert tiny_runs.train(workshop, "saving", **long) == stopping.STOPPED
+    begun.join()
+    found = step_dirs.scan(run / "checkpoints")
+    assert found.complete and not found.skipped
+    assert caplog.messages[-1].startswith("stopped by SIGTERM after step ")
+
+
+def forgets_in_step_2(workshop):
+    """Evaluations at each step, of which the second is worse than the first."""
+    held_out = workshop / "other_words.jsonl"
+    held_out.write_text("\n".join(tiny_runs.rows(6, seed=5)))
+    return {
+        "eval_dataset": held_out,
+        "eval_steps": 1,
+        "learning_rate": 0.3,
+        "early_stopping_patience": 2,
+        "early_stopping_threshold": 100,
+        "save_best": "true",
+        "save_steps": 1,
+        "save_total_limit": 1,
+        "max_steps": 60,
+    }
+
+
+def evaluations(run):
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    records = [record for record in map(json.loads, lines) if "eval_loss" in record]
+    return [(record["step"], record["eval_loss"]) for record in records]
+
+
+def test_the_best_checkpoint_is_kept_and_a_run_without_gain_ends_early(
+    workshop, caplog
+):
+    caplog.set_level(logging.INFO, "mtuner_jax")
+    run, changes = workshop / "best", forgets_in_step_2(workshop)
+    # In two parts, so that what evaluations have shown has to survive.
+    assert tiny_runs.train(workshop, "best", **{**changes, "max_steps": 2}) == 0
+    assert tiny_runs.train(workshop, "best", **changes) == 0
+    found = evaluations(run)
+    best_step, best_loss = min(found, key=lambda pair: pair[1])
+    last = found[-1][0]
+    assert (best_step, last) == (1, 3)
+    assert step_dirs.scan(run / "checkpoints").complete == (best_step, last)
+    assert "stopped early: 2 evaluations without a lower loss" in caplog.text
+    assert (
+        f"best: step {best_step}, eval loss {best_loss:.4f}: {run}/adap" in caplog.text
+    )
+    pair = [
+        (run / folder / "adapter_model.safetensors").read_bytes()
+        for folder in ("adapter_best", f"checkpoints/{best_step}/adapter")
+    ]
+    assert (
+        pair[0] == pair[1] != (run / "adapter/adapter_model.safetensors").read_bytes()
+    )
+    assert tiny_runs.train(workshop, "best", **changes) == 0  # it stays ended
+    assert evaluations(run) == found
+
+
+def test_step_times_are_those_of_their_step(workshop):
+    run = workshop / "times"
+    assert tiny_runs.train(workshop, "times", save_steps=0) == 0
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    first, *others = [record["step_time"] for record in map(json.loads, lines)]
+    # The first one compiles; none of the others is long by what came after it, nor
+    # short by what came before.
+    assert first > 5 * max(others)
+    assert min(others) > 0.2 * max(others)
+
+
+@pytest.mark.parametrize(
+    "setting", [{"save_best": True}, {"early_stopping_patience": 1}]
+)
+def test_what_rests_on_evaluations_asks_for_them(setting):
+    (name,) = setting
+    with pytest.raises(ConfigError, match=f"{name}=.* needs evaluations: set eval_st"):
+        RunConfig(**setting)
