@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -82,3 +83,37 @@ def test_handlers_are_as_before_afterwards_and_nothing_is_left_open():
 
 def test_one_process_agrees_with_itself():
     assert stopping.anywhere(True, False) == (True, False)
+
+
+TWO = """
+    import sys
+    import jax
+    from mtuner_jax.training import stopping
+
+    rank, port = int(sys.argv[1]), sys.argv[2]
+    jax.config.update("jax_platforms", "cpu")
+    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=rank)
+    print(stopping.anywhere(rank == 1, False), stopping.anywhere(False))
+"""
+
+
+def test_processes_agree_to_stop_where_one_of_them_was_asked_to():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(TWO), str(rank), port],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        told = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    last = [out.splitlines()[-1:] for out, _ in told]  # gloo speaks first
+    assert last == [["(True, False) (False,)"]] * 2, told
