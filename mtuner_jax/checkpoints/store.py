@@ -241,7 +241,7 @@ def _one_line(error: Exception) -> str:
         cause = cause.__cause__ or cause.__context__
     text = " ".join(str(error).split())
     known = [os.strerror(n) for n in _DISK_ERRORS if os.strerror(n) in text]
-    return known[0] if known else text[:200]
+    return known[0] if known else text[:500]
 
 
 def _checked_json(tree: Json) -> Json:

@@ -81,6 +81,9 @@ def _prepare(
         _logger.info("%s", line)
     opened = opening.open_model(family, config)
     _check_size(config, opened, on_gpu=devices.on_gpu)
+    if resume is not None:  # of all but the data, before it is read
+        saved = step_dirs.read_meta(resume)["run"]
+        metas.check_same_run(resume, saved, _meta(config, opened, saved["data"]))
     rows = _rows_per_step(config, devices.mesh.size)
     data = loading.load(config, opened.tokenizer, global_batch_size=rows)
     total_steps = loops.num_steps(config, steps_per_epoch=data.train.steps_per_epoch)
@@ -166,7 +169,7 @@ def _accept(
 def _check_same_run(
     resume: pathlib.Path, meta: metas.RunMeta, data: loading.RunData
 ) -> None:
-    """Compares with the checkpoint what is known before planning and loading.
+    """Compares everything with the checkpoint, before planning and loading.
 
     Raises:
       CheckpointMismatch: It is another run's.
@@ -276,14 +279,21 @@ def _keeper(builder: EngineBuilder, data: loading.RunData) -> loops.Keeper:
         checkpoints=store.Store(
             job.run.checkpoints, save_total_limit=config.save_total_limit
         ),
-        meta=metas.RunMeta(
-            base_model=opened.identity,
-            data=data.train.fingerprint(),
-            lora=dataclasses.asdict(config.lora),
-            seed=config.seed,
-            rng="threefry2x32 keyed by seed, module, layer, step, sample, position",
-        ),
+        meta=_meta(config, opened, data.train.fingerprint()),
         write_adapter=write,
+    )
+
+
+def _meta(
+    config: RunConfig, opened: opening.OpenedModel, data: metas.Json
+) -> metas.RunMeta:
+    """The run's identity, with the fingerprint of its data."""
+    return metas.RunMeta(
+        base_model=opened.identity,
+        data=data,
+        lora=dataclasses.asdict(config.lora),
+        seed=config.seed,
+        rng="threefry2x32 keyed by seed, module, layer, step, sample, position",
     )
 
 

@@ -127,10 +127,10 @@ REFUSALS = {
         r"\)\. .* --init_adapter .*finished$",
     ),
     "other rank": ({"lora.r": 4}, r"lora.r was 2, now 4 .* values \(--lora.r 2\)"),
-    "other seed": ({"seed": 7}, r"; seed was 42, now 7 is asked .*--seed 42\)"),
+    "other seed": ({"seed": 7}, r"run: seed was 42, now 7 is asked .*--seed 42\)"),
     "other batch": ({"global_batch_size": 4}, "global_batch_size was 2, now 4"),
     "no resume": ({"resume_from_checkpoint": "none"}, "holds another run's"),
-    "no such module": ({"lora.target_modules": "q_porj"}, "did you mean 'q_proj'"),
+    "no such model": ({"model": "/nope"}, "'?/nope'?"),
     "no such plan": ({"plan": "fspd"}, "fspd"),
     "budget": ({"plan": "auto", "mesh": "pcie8", "memory_budget": 1e-3}, "memory_bud"),
 }
@@ -141,9 +141,16 @@ def test_a_refused_start_leaves_a_used_folder_byte_for_byte(workshop, finished, 
     changes, text = REFUSALS[name]
     changes = changes(workshop) if callable(changes) else changes
     before = tiny_runs.contents(finished)
-    with pytest.raises(ConfigError, match=text):
+    with pytest.raises(ValueError, match=text):
         tiny_runs.train(workshop, "finished", **changes)
     assert tiny_runs.contents(finished) == before
+
+
+def test_other_adapters_are_refused_before_the_data_is_read(workshop, finished, caplog):
+    caplog.set_level(logging.INFO, "mtuner_jax")
+    with pytest.raises(ConfigError, match=r"lora.lora_alpha was 32.0, now 8.0 is"):
+        tiny_runs.train(workshop, "finished", **{"lora.lora_alpha": 8})
+    assert caplog.messages and "training data" not in caplog.text
 
 
 def test_a_refused_start_makes_no_folder(workshop):
