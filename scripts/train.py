@@ -32,6 +32,10 @@ def train(config: RunConfig, argv: list[str]) -> int | None:
     from mtuner_jax.training import logs
 
     with logs.to_console():
+        if config.show_samples:
+            for text in lora.shown_samples(config, llama_family.FAMILY):
+                print(f"{text}\n{'-' * 40}")
+            return 0
         if takes_recipe(argv):
             config = for_mesh(config, argv)
         return lora.train(config, llama_family.FAMILY, argv=argv)

@@ -8,22 +8,29 @@ shardings of the mesh that runs now, so the number of devices may change.
 
 import contextlib
 import dataclasses
+import errno
 import json
 import logging
+import os
 import pathlib
+import sys
+import types
 from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+import safetensors
 
 from mtuner_jax.checkpoints import metas, step_dirs
-from mtuner_jax.configs import RunError
+from mtuner_jax.configs import ConfigError, RunError
 
 _logger = logging.getLogger(__name__)
 Json = metas.Json
-# What Orbax and TensorStore raise when a disk is full, a file is gone, and so on.
-_SAVE_ERRORS = (OSError, ValueError, RuntimeError)
+# What Orbax, TensorStore and safetensors raise when a disk is full, a file is gone,
+# and so on.
+_SAVE_ERRORS = (OSError, ValueError, RuntimeError, safetensors.SafetensorError)
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 
 
 class SaveError(RunError):
@@ -38,11 +45,13 @@ class Restored:
       state: The tree that was saved, on the devices that were asked for.
       data: The data iterator's state.
       step: Optimizer steps done.
+      notes: What was saved beside it; {} in checkpoints of earlier versions.
     """
 
     state: Any
     data: Json
     step: int
+    notes: Json
 
 
 class Store:
@@ -50,6 +59,8 @@ class Store:
 
     Attributes:
       directory: The folder of the step folders.
+      best_step: Its checkpoint is kept beyond the limit; -1 for none.
+      notes: JSON that goes into each checkpoint and that `restore` gives back.
     """
 
     def __init__(self, directory: str | pathlib.Path, *, save_total_limit: int):
@@ -61,14 +72,31 @@ class Store:
         """
         self.directory = pathlib.Path(directory).absolute()
         self._save_total_limit = save_total_limit
+        self.best_step = -1
+        self.notes: Json = {}
         self._latest_step = -1
         self._checkpointer = _checkpointer()
+        self._hook = sys.excepthook
 
     def __enter__(self) -> "Store":
+        self._hook, sys.excepthook = sys.excepthook, self._quiet_hook
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.close()
+        try:
+            self.close()
+        finally:
+            sys.excepthook = self._hook
+
+    def _quiet_hook(
+        self,
+        kind: type[BaseException],
+        error: BaseException,
+        trace: types.TracebackType | None,
+    ) -> None:
+        """Leaves out what TensorStore prints for each write of a save that failed."""
+        if not (kind is RuntimeError and str(error) == "Event loop is closed"):
+            self._hook(kind, error, trace)
 
     def save(
         self,
@@ -104,6 +132,7 @@ class Store:
             "step": step,
             "arrays": metas.array_types(state),
             "run": dataclasses.asdict(meta),
+            "notes": self.notes,
         }
         args: dict[str, ocp.args.CheckpointArgs] = {
             "state": ocp.args.StandardSave(state),
@@ -113,7 +142,7 @@ class Store:
         if write_adapter is not None:
             args["adapter"] = _FilesSave(write_adapter)
         self._latest_step = step
-        with _as_save_error(target):
+        with as_save_error(target):
             if jax.process_index() == 0:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 step_dirs.set_aside(target, reason="is in the way of a new one")
@@ -121,7 +150,7 @@ class Store:
 
     def poll(self) -> None:
         """Raises the error of a background save that failed; call it at each step."""
-        with _as_save_error(self.directory / str(self._latest_step)):
+        with as_save_error(self.directory / str(self._latest_step)):
             self._checkpointer.check_for_errors()
 
     def restore(
@@ -155,7 +184,12 @@ class Store:
             self._latest_step = content["step"]
             if jax.process_index() == 0:
                 step_dirs.set_aside_after(self.directory, content["step"])
-        return Restored(state=items.state, data=items.data, step=content["step"])
+        return Restored(
+            state=items.state,
+            data=items.data,
+            step=content["step"],
+            notes=content.get("notes", {}),
+        )
 
     def close(self) -> None:
         """Waits for the last save and raises its error if it had one."""
@@ -166,12 +200,13 @@ class Store:
 
     def _finish(self) -> None:
         """Waits for the running save, then deletes the checkpoints over the limit."""
-        with _as_save_error(self.directory / str(self._latest_step)):
+        with as_save_error(self.directory / str(self._latest_step)):
             self._checkpointer.wait_until_finished()
         if jax.process_index() != 0:
             return
         complete = step_dirs.scan(self.directory).complete
-        for step in complete[: -self._save_total_limit]:
+        others = [step for step in complete if step != self.best_step]
+        for step in others[: -self._save_total_limit]:
             _logger.info("deleting checkpoint %d (save_total_limit)", step)
             step_dirs.delete(self.directory / str(step))
 
@@ -184,15 +219,29 @@ def abstract_like(state: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _as_save_error(path: pathlib.Path) -> Generator[None]:
-    """Turns what a failed save raises into SaveError with the path."""
+def as_save_error(path: pathlib.Path) -> Generator[None]:
+    """Turns what a failed save raises into SaveError with the path, in one line."""
     try:
         yield
+    except ConfigError:
+        raise
     except _SAVE_ERRORS as error:
         raise SaveError(
-            f"checkpoint {path} could not be written: {error}; older checkpoints are "
+            f"{path} could not be written: {_one_line(error)}; older checkpoints are "
             "untouched; check free space and permissions there"
         ) from error
+
+
+def _one_line(error: Exception) -> str:
+    """What the operating system said, or the start of what Orbax makes of it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    text = " ".join(str(error).split())
+    known = [os.strerror(n) for n in _DISK_ERRORS if os.strerror(n) in text]
+    return known[0] if known else text[:500]
 
 
 def _checked_json(tree: Json) -> Json:

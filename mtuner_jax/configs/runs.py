@@ -218,12 +218,22 @@ class RunConfig(OptimizerConfig):
       num_train_epochs: Passes over the data, if `max_steps` is 0.
       max_steps: Optimizer steps; 0 means `num_train_epochs` decides.
       logging_steps: Optimizer steps between console lines.
-      save_steps: Optimizer steps between checkpoints; 0 saves at the end only.
+      save_steps: Optimizer steps between checkpoints; 0 leaves it to save_minutes.
+      save_minutes: Minutes between checkpoints where save_steps is 0; 0 saves at the
+        end only.
       save_total_limit: Checkpoints to keep, the newest ones.
+      save_best: Also keep the checkpoint of the lowest evaluation loss, whatever
+        save_total_limit says, and write its adapter to adapter_best/.
       eval_steps: Optimizer steps between evaluations; 0 evaluates at the end only.
       max_eval_batches: Batches of an evaluation; 0 means all.
       eval_on_start: Evaluate before the first step, too.
+      early_stopping_patience: End after so many evaluations without a lower loss; 0
+        never ends early.
+      early_stopping_threshold: By how much a loss must be lower to count.
+      watchdog_minutes: Say so when a step or an evaluation takes longer; 0 never does.
       resume_from_checkpoint: `auto` or `latest`, `none`, or a checkpoint's folder.
+      init_adapter: Adapter whose weights a new run begins with: a PEFT folder, a run's
+        folder or a checkpoint; optimizer and data start anew.
       report_to: `tensorboard` or `none`; metrics.jsonl is always written.
       plot_loss: Write training_loss.png at the end.
       deterministic: On GPUs, slower kernels that repeat bit for bit.
@@ -259,11 +269,17 @@ class RunConfig(OptimizerConfig):
     max_steps: int = 0
     logging_steps: int = 1
     save_steps: int = 0
+    save_minutes: float = 10.0
     save_total_limit: int = 3
+    save_best: bool = False
     eval_steps: int = 0
     max_eval_batches: int = 0
     eval_on_start: bool = False
+    early_stopping_patience: int = 0
+    early_stopping_threshold: float = 0.0
+    watchdog_minutes: float = 5.0
     resume_from_checkpoint: str = "auto"
+    init_adapter: str = ""
     report_to: str = "tensorboard"
     plot_loss: bool = True
     deterministic: bool = False
@@ -281,7 +297,8 @@ class RunConfig(OptimizerConfig):
             0,
             self,
             *"global_batch_size max_steps save_steps eval_steps max_eval_batches "
-            "val_size memory_budget show_samples".split(),
+            "val_size memory_budget show_samples save_minutes early_stopping_patience "
+            "early_stopping_threshold watchdog_minutes".split(),
         )
         errors.within(0, 2**32, self, "seed")
         errors.require(
@@ -289,6 +306,13 @@ class RunConfig(OptimizerConfig):
             f"val_size={self.val_size}: a whole number of samples, or a share below 1",
         )
         errors.one_of(self, "plan", ("auto", "fsdp", "replicated"), suffix=".json")
+        for name in ("save_best", "early_stopping_patience"):
+            errors.require(
+                not getattr(self, name)
+                or (self.eval_steps and (self.val_size or self.eval_dataset)),
+                f"{name}={getattr(self, name)} needs evaluations: set eval_steps, and "
+                "val_size or eval_dataset",
+            )
         errors.require(
             self.max_steps > 0 or self.num_train_epochs > 0,
             f"max_steps={self.max_steps} and num_train_epochs={self.num_train_epochs}: "

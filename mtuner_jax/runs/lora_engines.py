@@ -107,6 +107,8 @@ class EngineBuilder:
         self._inputs = self._priced(request)
         self._host_bytes = 0 if job.devices.on_gpu else hosts.available_bytes()
         self._planner: planned.Planner | None = None
+        self._accepted = False
+        self._files: dict[pathlib.Path, str] = {}
         decoder, adapters = self.model.decoder, self.model.adapters
         _logger.info("model %s: %s", job.opened.name, job.opened.path)
         _logger.info("%s", lora.describe(adapters, num_frozen=decoder.num_parameters))
@@ -129,8 +131,12 @@ class EngineBuilder:
             strict=strict,
         )
 
-    def build(self) -> ElasticEngine:
+    def build(self, accept: Callable[[], None]) -> ElasticEngine:
         """Plans, compiles, checks, and loads the weights.
+
+        Args:
+          accept: Called when nothing can be refused any more, before anything is
+            written or loaded.
 
         Raises:
           ConfigError: No plan fits.
@@ -147,6 +153,9 @@ class EngineBuilder:
         if over_bytes > 0:
             needed = self.budget_bytes + over_bytes
             executors.warn_over_budget(needed, self.budget_bytes)
+        accept()
+        self._accepted = True
+        self._write_files()
         engine.load()
         return engine
 
@@ -255,10 +264,17 @@ class EngineBuilder:
         return report.plan
 
     def _write(self, plan: str, played: str | None) -> None:
+        self._files[self.job.run.plan] = plan
+        if played is not None:
+            self._files[self.job.run.timeline] = played
+        if self._accepted:
+            self._write_files()
+
+    def _write_files(self) -> None:
+        """Writes the last plan, once the run's folder may be written to."""
         if jax.process_index() == 0:
-            self.job.run.plan.write_text(plan)
-            if played is not None:
-                self.job.run.timeline.write_text(played)
+            for path, text in self._files.items():
+                run_dirs.replace(path, text)
 
     def _engine(self, plan: Plan) -> ElasticEngine:
         """The engine of a plan, the same on all processes; nothing is loaded."""

@@ -18,11 +18,16 @@ class _ConsoleHandler(logging.Handler):
     """Writes above a progress bar if there is one; names the level from WARNING on."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not getattr(record, "file_only", False):
+        if not (getattr(record, "file_only", False) or _is_told_by_us(record)):
             level = f"{record.levelname.lower()}: " * (
                 record.levelno >= logging.WARNING
             )
             tqdm.tqdm.write(level + self.format(record), file=sys.stderr)
+
+
+def _is_told_by_us(record: logging.LogRecord) -> bool:
+    """Whether it is the traceback of a failed save, which ends the run with a line."""
+    return record.levelno >= logging.ERROR and "orbax" in record.pathname
 
 
 def _is_wanted(record: logging.LogRecord) -> bool:
@@ -38,20 +43,74 @@ def to_console(*, is_primary: bool = True) -> Generator[None]:
         yield
 
 
+class RunLog(logging.Handler):
+    """Keeps records until it is known that they may be written, and where."""
+
+    def __init__(self):
+        super().__init__()
+        self._held: list[logging.LogRecord] = []
+        self._file: _LogFile | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Holds a record back, or writes it."""
+        if self._file is not None:
+            self._file.emit(record)
+            return
+        record.msg, record.args = record.getMessage(), None
+        self._held.append(record)
+
+    def open(self, path: pathlib.Path) -> None:
+        """Appends what was held back to a file, and from now on everything."""
+        with self.lock or contextlib.nullcontext():
+            self._file = _LogFile(path, encoding="utf-8")
+            self._file.setFormatter(
+                logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+            )
+            for record in self._held:
+                self._file.emit(record)
+            self._held = []
+
+    def close(self) -> None:
+        """Closes the file; what was held back is dropped."""
+        if self._file is not None:
+            self._file.close()
+        super().close()
+
+
+class _LogFile(logging.FileHandler):
+    """Says once that it cannot write, instead of a traceback for each line."""
+
+    failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.failed:
+            self.failed = True
+            path = self.baseFilename
+            sys.stderr.write(f"warning: {path} is not written: {error.strerror}\n")
+
+    def close(self) -> None:
+        # A full disk was told; what the stream still holds cannot be written.
+        with contextlib.suppress(OSError):
+            super().close()
+
+
 @contextlib.contextmanager
-def to_file(path: pathlib.Path, *, is_primary: bool = True) -> Generator[None]:
-    """Appends log lines and Python's warnings to a file, on the first process only."""
+def to_file(*, is_primary: bool = True) -> Generator[RunLog]:
+    """Takes log lines and Python's warnings for a file, on the first process only.
+
+    Nothing is written before `RunLog.open`.
+    """
+    log = RunLog()
     if not is_primary:
-        yield
+        yield log
         return
-    handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(
-        logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
-    )
     logging.captureWarnings(True)
     try:
-        with contextlib.closing(handler), _added(handler):
-            yield
+        with contextlib.closing(log), _added(log):
+            yield log
     finally:
         logging.captureWarnings(False)
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 
-from mtuner_jax.configs import RunError
+from mtuner_jax.configs import ConfigError, RunError
 from mtuner_jax.training import run_dirs
 
 _logger = logging.getLogger(__name__)
@@ -150,9 +150,19 @@ def to_line(record: StepRecord | EvalRecord) -> str:
 
 
 def append(path: pathlib.Path, record: StepRecord | EvalRecord) -> None:
-    """Adds a record to `metrics.jsonl`."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(to_line(record))
+    """Adds a record to `metrics.jsonl`.
+
+    Raises:
+      ConfigError: The file cannot be written, for example on a full disk.
+    """
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(to_line(record))
+    except OSError as error:
+        raise ConfigError(
+            f"{path} could not be written after step {record.step}: {error.strerror}; "
+            "checkpoints are untouched; check free space and permissions there"
+        ) from error
 
 
 def read(path: pathlib.Path) -> list[dict[str, Any]]:

@@ -93,8 +93,16 @@ class Reporter:
         if self._is_primary and self._plot_loss:
             records = metrics.read(self._run.metrics)
             if any("loss" in record for record in records):
-                loss_plots.write(self._run.loss_plot, {self._run.root.name: records})
+                self._plot(records)
         self._is_primary = False
+
+    def _plot(self, records: list[dict[str, Any]]) -> None:
+        try:
+            loss_plots.write(self._run.loss_plot, {self._run.root.name: records})
+        except OSError as error:
+            _logger.warning(
+                "%s could not be written: %s", self._run.loss_plot, error.strerror
+            )
 
 
 class _TensorBoard:

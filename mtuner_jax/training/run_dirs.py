@@ -1,8 +1,8 @@
 """The folder of a run: what lies where, and who may write there.
 
-config.yaml  run_info.json  train.log  metrics.jsonl  plan.json  timeline.json
-training_loss.png  tensorboard/  profile/  samples.jsonl  checkpoints/<step>/
-adapter/  merged/
+config.yaml  run_info.json  data_rows.npz  train.log  metrics.jsonl  plan.json
+timeline.json  training_loss.png  tensorboard/  profile/  samples.jsonl
+checkpoints/<step>/  adapter/  adapter_best/  merged/
 """
 
 import collections
@@ -26,6 +26,7 @@ import mtuner_jax
 from mtuner_jax import configs
 from mtuner_jax.checkpoints import folders, step_dirs
 from mtuner_jax.settings import cli, config_fields
+from mtuner_jax.training import logs
 
 _logger = logging.getLogger(__name__)
 _PACKAGES = "mtuner-jax jax jaxlib flax optax orbax-checkpoint numpy".split()
@@ -41,6 +42,7 @@ class RunDir:
 
     root: pathlib.Path
 
+    rows = property(lambda self: self.root / "data_rows.npz")
     config = property(lambda self: self.root / "config.yaml")
     info = property(lambda self: self.root / "run_info.json")
     log = property(lambda self: self.root / "train.log")
@@ -53,14 +55,17 @@ class RunDir:
     samples = property(lambda self: self.root / "samples.jsonl")
     checkpoints = property(lambda self: self.root / "checkpoints")
     adapter = property(lambda self: self.root / "adapter")
+    adapter_best = property(lambda self: self.root / "adapter_best")
     merged = property(lambda self: self.root / "merged")
 
 
 def claim(output_dir: str, *, resume_from: pathlib.Path | None) -> RunDir:
     """The run's folder, if it is free or holds the run that is to go on.
 
+    Nothing is written: what a refused start finds there stays as it is.
+
     Args:
-      output_dir: As configured; made on process 0.
+      output_dir: As configured.
       resume_from: What `step_dirs.find` returned.
 
     Raises:
@@ -81,9 +86,26 @@ def claim(output_dir: str, *, resume_from: pathlib.Path | None) -> RunDir:
             f"{complete[-1]}: go on from there with --resume_from_checkpoint auto, or "
             "choose another --output_dir"
         )
-    if jax.process_index() == 0:
-        run.root.mkdir(parents=True, exist_ok=True)
     return run
+
+
+def accept(
+    run: RunDir, config: configs.RunConfig, log: logs.RunLog, *, argv: Sequence[str]
+) -> None:
+    """Makes the folder, and writes log, config and info; on process 0 only."""
+    if jax.process_index() != 0:
+        return
+    try:
+        run.root.mkdir(parents=True, exist_ok=True)
+        log.open(run.log)
+        write_config(run, config)
+        write_info(run, argv)
+    except OSError as error:
+        raise configs.ConfigError(
+            f"output_dir={config.output_dir!r} cannot be written: {error.strerror} "
+            f"({error.filename}); check free space and permissions there, or choose "
+            "another --output_dir"
+        ) from error
 
 
 def write_config(run: RunDir, config: configs.RunConfig) -> None:

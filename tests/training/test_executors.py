@@ -272,8 +272,8 @@ def train_in_loop(executor, folder, evaluates=False):
             checkpoints=checkpoints, meta=META, write_adapter=lambda *_: None
         )
         loop = loops.Loop(
-            RunConfig(eval_steps=1),
-            executor,
+            config=RunConfig(eval_steps=1),
+            executor=executor,
             data=data,
             keeper=keeper,
             learning_rate=lambda step: 0.1,

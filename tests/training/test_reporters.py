@@ -29,7 +29,9 @@ def record(step, loss=2.0):
 
 @pytest.fixture
 def run(tmp_path):
-    return run_dirs.claim(str(tmp_path / "demo"), resume_from=None)
+    run = run_dirs.claim(str(tmp_path / "demo"), resume_from=None)
+    run.root.mkdir()
+    return run
 
 
 def reporter(run, config=CONFIG, **changes):

@@ -27,7 +27,8 @@ def claim(root, asked):
 
 def test_a_new_folder_and_one_without_checkpoints_are_free(tmp_path):
     run = claim(tmp_path / "a" / "b", "auto")
-    assert run.root.is_dir()
+    assert not run.root.parent.exists()  # it is not accepted yet
+    run.root.mkdir(parents=True)
     run.config.write_text("seed: 1\n")
     assert claim(run.root, "none") == run
 
