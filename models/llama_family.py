@@ -18,7 +18,6 @@ class LlamaShape:
     num_heads = property(lambda self: self.config.num_heads)
     num_kv_heads = property(lambda self: self.config.num_kv_heads)
     head_dim = property(lambda self: self.config.head_dim)
-    max_positions = property(lambda self: self.config.max_position_embeddings)
     qk_norm = property(lambda self: self.config.qk_norm)
     vocab_size = property(lambda self: self.config.vocab_size)
     num_parameters = property(lambda self: self.config.num_parameters)

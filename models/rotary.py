@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mtuner_jax.configs import UserError
 
-class RopeError(ValueError):
+
+class RopeError(UserError):
     """Rotary settings that are not implemented, or not whole."""
 
 

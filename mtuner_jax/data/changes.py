@@ -8,7 +8,7 @@ import zlib
 
 import numpy as np
 
-from mtuner_jax.data import errors, ingestion, jsonl
+from mtuner_jax.data import errors, files, ingestion
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ def told(saved: Rows | None, dataset: ingestion.Dataset) -> str:
 
 def _place(paths: tuple[str, ...], row: int) -> str:
     """` (file:line)` of a row, counted from 1 over all files; empty if not found."""
-    lines = itertools.chain.from_iterable(map(jsonl.read_lines, paths))
+    lines = itertools.chain.from_iterable(map(files.read, paths))
     try:
         line = next(itertools.islice(lines, row - 1, None), None)
     except errors.DataError:

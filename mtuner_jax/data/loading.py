@@ -116,7 +116,7 @@ def show(
       DataError: As `load`.
     """
     dataset = dataclasses.replace(run.dataset, max_samples=run.show_samples)
-    run = dataclasses.replace(run, dataset=dataset)
+    run = dataclasses.replace(run, dataset=dataset, val_size=0.0, eval_dataset=())
     data = load(run, tokenizer, global_batch_size=1, num_rows=num_rows)
     for index in range(len(data.dataset.samples)):
         yield summaries.show_mask(data.dataset, data.renderer.encoder, index=index)

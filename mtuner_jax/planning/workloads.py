@@ -76,9 +76,9 @@ class Workload:
     def shape_name(self) -> str:
         """Its sizes in a line: what a plan is for, whatever the model's name.
 
-        Such as `L32 D4096 F11008 N32 K32 H128 V32000`, by the letters above; `tied`
-        behind it where one table serves as input and output, `qk` where queries and
-        keys are normed.
+        Such as `L32 D4096 F11008 N32 K32 H128 V32000`, by the letters above; `qk`
+        behind it where queries and keys are normed, `tied` where one table serves as
+        input and output.
         """
         sizes = {
             "L": self.num_layers,
@@ -90,8 +90,8 @@ class Workload:
             "V": self.vocab_size,
         }
         words = [f"{letter}{size}" for letter, size in sizes.items()]
-        words += ["tied"] if self.tied_embeddings else []
-        return " ".join([*words, "qk"] if self.qk_norm else words)
+        words += ["qk"] if self.qk_norm else []
+        return " ".join([*words, "tied"] if self.tied_embeddings else words)
 
     @property
     def weight_bytes(self) -> int:

@@ -39,11 +39,6 @@ class ModelShape(Protocol):
         ...
 
     @property
-    def max_positions(self) -> int:
-        """Tokens of the longest document that it is made for."""
-        ...
-
-    @property
     def vocab_size(self) -> int:
         """Rows of the embedding table (V)."""
         ...
