@@ -80,8 +80,8 @@ def check_same_run(
     if not told:
         told = [
             "the samples became other tokens, though dataset, tokenizer and chat "
-            "template are the same (another version of this program or of the "
-            "tokenizers library)"
+            "template are the same (another setting of how they are rendered, such as "
+            "dataset.template_date, or another version of the tokenizers library)"
         ]
     raise CheckpointMismatch(
         f"{path} is not a checkpoint of this run: {'; '.join(told)}. "

@@ -232,7 +232,7 @@ class Loop:
         """Mean loss of a trained token over the whole set; a stop cuts it off."""
         if self.data.eval is None:
             return
-        limit = self.config.max_eval_batches
+        limit, what = self.config.max_eval_batches, f"the evaluation after step {step}"
         sums = []
         with self._between_steps(reporter):
             for number, rows in enumerate(self.data.eval):
@@ -240,9 +240,10 @@ class Loop:
                     break
                 if any(stopping.anywhere(bool(self.stop.asked))):
                     return
-                with self._watchdog.waiting(f"evaluation after step {step}"):
+                with self._watchdog.waiting(what):
                     sums.append(self._evaluate_batch(state, rows, step=step))
-            values = jax.device_get(sums)
+            with self._watchdog.waiting(what):
+                values = jax.device_get(sums)
         tokens = sum(float(value.tokens) for value in values)
         loss = sum(float(value.loss) for value in values) / max(tokens, 1.0)
         record = metrics.EvalRecord(step=step, eval_loss=loss, eval_tokens=int(tokens))

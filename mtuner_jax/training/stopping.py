@@ -71,8 +71,11 @@ class Stop:
 
 @contextlib.contextmanager
 def watched() -> Generator[Stop]:
-    """Hears of the signals inside; to be entered in the main thread."""
+    """Hears of the signals inside; of none where a thread runs the whole run."""
     stop = Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     thread = threading.Thread(

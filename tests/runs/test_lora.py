@@ -96,10 +96,13 @@ def test_a_signal_in_an_evaluation_cuts_it_off_and_it_is_made_up_for(workshop):
     assert found == [(False, 1), (True, 1), (False, 2), (True, 2)]
 
 
-def test_time_decides_when_to_save_where_save_steps_does_not(workshop):
+def test_time_decides_when_to_save_where_save_steps_does_not(workshop, caplog):
+    caplog.set_level(logging.WARNING, "mtuner_jax")
     run = workshop / "timed"
     minutes = {"save_steps": 0, "save_minutes": 1e-9, "save_total_limit": 9}
-    assert tiny_runs.train(workshop, "timed", **minutes, max_steps=3) == 0
+    watched = {**minutes, "watchdog_minutes": 1e-4}
+    assert tiny_runs.train(workshop, "timed", **watched, max_steps=3) == 0
+    assert "step 1 has not ended after" in caplog.text
     assert step_dirs.scan(run / "checkpoints").complete == (1, 2, 3)
     at_the_end = {**minutes, "save_minutes": 0}
     assert tiny_runs.train(workshop, "untimed", **at_the_end, max_steps=3) == 0

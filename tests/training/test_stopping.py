@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import pytest
@@ -79,6 +80,20 @@ def test_handlers_are_as_before_afterwards_and_nothing_is_left_open():
     assert stop.asked == "SIGUSR1"
     assert [signal.getsignal(number) for number in stopping.SIGNALS] == before
     assert len(os.listdir("/dev/fd")) == open_files
+
+
+def test_a_run_in_a_thread_hears_of_no_signals():
+    before = signal.getsignal(signal.SIGTERM)
+    found = []
+
+    def run():
+        with stopping.watched() as stop:
+            found.append((stop.asked, signal.getsignal(signal.SIGTERM)))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [("", before)]
 
 
 def test_one_process_agrees_with_itself():
