@@ -14,7 +14,7 @@ from mtuner_jax.devices import starting
 from mtuner_jax.engines import flops
 from mtuner_jax.hardware import cards
 from mtuner_jax.protocols.states import Params
-from mtuner_jax.runs import opening
+from mtuner_jax.runs import opening, pricing, requests
 from mtuner_jax.runs.families import Family
 from mtuner_jax.runs.lora_engines import EngineBuilder, LoraJob
 from mtuner_jax.training import logs, loops, metrics, optimizers, reporters, run_dirs
@@ -48,12 +48,15 @@ def train(config: RunConfig, family: Family, *, argv: Sequence[str] = ()) -> Non
         for line in devices.lines:
             _logger.info("%s", line)
         opened = opening.open_model(family, config)
+        pricing.check_named(config, devices.spec, device_kind=devices.gpu_kind)
         _check_size(config, opened, on_gpu=devices.on_gpu)
         rows = _rows_per_step(config, devices.mesh.size)
         data = loading.load(config, opened.tokenizer, global_batch_size=rows)
         total_steps = loops.num_steps(
             config, steps_per_epoch=data.train.steps_per_epoch
         )
+        num_devices = devices.mesh.size
+        requests.check_rows(rows, len(data.train.rows), num_devices=num_devices)
         learning_rate = optimizers.schedule(config, num_steps=total_steps)
         job = LoraJob(
             config=config,
