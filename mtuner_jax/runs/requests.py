@@ -116,8 +116,9 @@ def check_rows(rows: int, num_rows: int, *, num_devices: int) -> None:
     if rows >= 2 * enough:
         raise ConfigError(
             f"a step takes {rows:,} rows, but the training data has {num_rows:,}: "
-            f"{rows - num_rows:,} of every step would be padding; set global_batch_size "
-            f"to {enough:,} or less (without it, it is per_device_train_batch_size x "
+            f"{rows - num_rows:,} of every step would be padding; set "
+            f"global_batch_size to {enough:,} or less (without it, it is "
+            "per_device_train_batch_size x "
             f"gradient_accumulation_steps x {num_devices} devices)"
         )
 

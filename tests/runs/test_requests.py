@@ -53,6 +53,6 @@ def test_a_step_of_more_rows_than_the_data_has_is_bounded():
     requests.check_rows(48, 48, num_devices=1)
     requests.check_rows(8, 3, num_devices=8)  # every device has to take one
     requests.check_rows(64, 48, num_devices=8)  # which the data's summary warns of
-    text = r"a step takes 100,000 rows .* has 48: .* set global_batch_size to 48 or"
+    text = r"a step takes 100,000 rows, .* has 48: .* set global_batch_size to 48 or"
     with pytest.raises(ConfigError, match=text):
         requests.check_rows(100_000, 48, num_devices=8)
