@@ -20,6 +20,7 @@ _HOMES = {
     "LoraConfig": "configs",
     "PlanConfig": "configs",
     "RunConfig": "configs",
+    "UserError": "configs",
     "plan": "runs.plan_only",
     "train": "runs.lora",
 }

@@ -34,11 +34,13 @@ def main(argv: list[str]) -> int:
 
 def measure(cases: list[tuple[str, BenchConfig]]) -> None:
     """Measures each (flags, config); JAX is imported once all settings are read."""
+    from mtuner_jax.checkpoints import folders
     from mtuner_jax.devices import starting
     from scripts.benchmarks import step_benches
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     _, first = cases[0]
+    folders.check_file(first.output, name="output")
     devices = starting.start(first.mesh, first.platform)
     print(devices.lines[0])
     for arguments, config in cases:

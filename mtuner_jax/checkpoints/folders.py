@@ -15,6 +15,25 @@ class FolderError(UserError):
     """A folder that must not be replaced, or cannot be written to."""
 
 
+def check_file(path: str, *, name: str) -> None:
+    """Refuses a file to be written whose folder is not there; `-` and empty are fine.
+
+    Args:
+      path: Of the file.
+      name: The setting that names it, for the message.
+
+    Raises:
+      FolderError: No such folder, or the path is a folder itself.
+    """
+    file = pathlib.Path(path)
+    if path in ("", "-"):
+        return
+    if not file.parent.is_dir():
+        raise FolderError(f"{name}={path!r}: there is no folder {file.parent}; make it")
+    if file.is_dir():
+        raise FolderError(f"{name}={path!r} is a folder; name a file in it")
+
+
 def check_writable(folder: pathlib.Path, *, name: str) -> None:
     """Tries whether a folder can be made or written to; leaves nothing behind.
 

@@ -35,7 +35,7 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_ROPE_FACTORS = "rope_freqs.weight"
+ROPE_FACTORS = "rope_freqs.weight"
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
 # What every Llama 3.1, 3.2 and 3.3 was released with; only the factor differs.
 _LLAMA3_ROPE = {
@@ -107,13 +107,19 @@ class GgufFile:
                 f"supported: {', '.join(_ARCHITECTURES)}"
             )
         self._hf_names = {
-            _hf_name(name): name for name in self._tensors if name != _ROPE_FACTORS
+            _hf_name(name): name for name in self._tensors if name != ROPE_FACTORS
         }
 
     def metadata(self, key: str, default: Any = None) -> Any:
         """Value of one metadata key; strings, numbers and lists as Python has them."""
         field = self._fields.get(key)
         return default if field is None else field.contents()
+
+    def all_metadata(self, prefix: str) -> dict[str, Any]:
+        """All metadata whose key begins so."""
+        return {
+            key: self.metadata(key) for key in self._fields if key.startswith(prefix)
+        }
 
     def infos(self) -> Mapping[str, sources.TensorInfo]:
         """Shapes in Hugging Face layout; every dtype is F32, as `read` gives it."""
@@ -214,15 +220,15 @@ class GgufFile:
             return self._written_scaling(kind)
         if kind != "none":
             raise GgufError(f"{self._path}: rope scaling {kind!r} is not implemented")
-        if _ROPE_FACTORS not in self._tensors:
+        if ROPE_FACTORS not in self._tensors:
             return None
-        tensor = self._tensors[_ROPE_FACTORS]
+        tensor = self._tensors[ROPE_FACTORS]
         factors = _dequantised(tensor.data, tensor.tensor_type)
         scaling = {"factor": float(factors.max()), **_LLAMA3_ROPE}
-        expected = _llama3_factors(scaling, self._size("rope.freq_base"), head_dim)
+        expected = llama3_factors(scaling, self._size("rope.freq_base"), head_dim)
         if not np.allclose(factors, expected, rtol=1e-3):
             raise GgufError(
-                f"{self._path}: {_ROPE_FACTORS} is not the scaling of Llama 3.1 to "
+                f"{self._path}: {ROPE_FACTORS} is not the scaling of Llama 3.1 to "
                 f"3.3, the only one implemented; use the safetensors checkpoint"
             )
         return {"rope_type": "llama3", **scaling}
@@ -238,6 +244,17 @@ def _hf_name(name: str) -> str:
     return name
 
 
+def gguf_name(hf_name: str) -> str:
+    """A Hugging Face tensor's name in GGUF files: the inverse of what is read."""
+    stem, _, kind = hf_name.rpartition(".")
+    outer = {ours: theirs for theirs, ours in _OUTER_NAMES.items()}
+    if stem in outer:
+        return f"{outer[stem]}.{kind}"
+    block, _, module = stem.removeprefix("model.layers.").partition(".")
+    layer = {ours: theirs for theirs, ours in _LAYER_NAMES.items()}
+    return f"blk.{block}.{layer[module]}.{kind}"
+
+
 def _dequantised(data: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
     try:
         return gguf.quants.dequantize(data, kind)
@@ -251,8 +268,8 @@ def _unpermuted(array: np.ndarray, num_heads: int) -> np.ndarray:
     return pairs.swapaxes(1, 2).reshape(array.shape)
 
 
-def _llama3_factors(
-    scaling: Mapping[str, float], theta: float, head_dim: int
+def llama3_factors(
+    scaling: Mapping[str, Any], theta: float, head_dim: int
 ) -> np.ndarray:
     """What llama.cpp divides each rotary frequency by, [head_dim / 2]."""
     old = scaling["original_max_position_embeddings"]

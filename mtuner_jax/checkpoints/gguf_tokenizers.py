@@ -40,6 +40,14 @@ _DIGIT_BY_DIGIT = ("smollm",)
 _LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
 _WHOLE_WORDS_FIRST = (*_LLAMA3, "tekken")
 _SPACE = "\u2581"
+# Of the ways to split text before merging: one name of each, as llama.cpp writes it.
+PRE_NAMES = ("llama-bpe", "qwen2", "smollm", "gpt-2", "tekken")
+_TOKENS = "tokenizer.ggml.tokens"
+# What each kind of tokenizer is made of.
+_NEEDED = {
+    "gpt2": (_TOKENS, "tokenizer.ggml.merges"),
+    "llama": (_TOKENS, "tokenizer.ggml.scores"),
+}
 
 
 class TokenType(enum.IntEnum):
@@ -65,15 +73,19 @@ def build(metadata: Metadata) -> transformers.PreTrainedTokenizerFast:
         wrong one would cut text differently from what the model was trained on.
     """
     kind = metadata("tokenizer.ggml.model")
-    if kind == "gpt2":
-        backend = _byte_level(metadata)
-    elif kind == "llama":
-        backend = _sentencepiece(metadata)
-    else:
+    if kind not in _NEEDED:
         raise GgufTokenizerError(
             f"tokenizer.ggml.model={kind!r} is not supported; supported: 'gpt2' "
             f"(byte-level BPE), 'llama' (sentencepiece)"
         )
+    for key in _NEEDED[kind]:
+        if metadata(key) is None:
+            raise GgufTokenizerError(
+                f"the GGUF file lacks {key}: it holds no whole tokenizer; convert the "
+                "model again, or use a folder with tokenizer.json"
+            )
+    make = _byte_level if kind == "gpt2" else _sentencepiece
+    backend = make(metadata)
     tokens = metadata("tokenizer.ggml.tokens")
     _add_whole_tokens(backend, tokens, metadata("tokenizer.ggml.token_type", []))
     _add_bos_and_eos(backend, metadata, tokens)

@@ -147,7 +147,7 @@ def _download(model: str, revision: str | None) -> pathlib.Path:
         huggingface_hub.errors.HFValidationError,
         OSError,
     ) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = next(iter(str(error).strip().splitlines()), "no reason given")
         raise ModelNotFoundError(
             f"model {model!r}: no local folder of that name in {pathlib.Path.cwd()}, "
             f"and the Hugging Face hub has none ({type(error).__name__}: {reason}); "

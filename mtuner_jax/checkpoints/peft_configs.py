@@ -77,6 +77,12 @@ def from_peft(content: Mapping[str, Any]) -> LoraConfig:
     targets = content.get("target_modules")
     if not targets or "r" not in content:
         raise PeftConfigError("adapter_config.json lacks r or target_modules")
+    numbers = {"r": int, "lora_alpha": int | float, "lora_dropout": int | float}
+    for name, kind in numbers.items():
+        if not isinstance(content.get(name, 0), kind):
+            raise PeftConfigError(
+                f"adapter_config.json: {name}={content[name]!r} is no number"
+            )
     return LoraConfig(
         r=content["r"],
         lora_alpha=float(content.get("lora_alpha", 8)),

@@ -18,7 +18,7 @@ from mtuner_jax.engines import flops
 from mtuner_jax.hardware import cards
 from mtuner_jax.protocols.engines import State
 from mtuner_jax.protocols.states import Params
-from mtuner_jax.runs import opening, silent_adapters, warm_starts
+from mtuner_jax.runs import opening, pricing, requests, silent_adapters, warm_starts
 from mtuner_jax.runs.families import Family
 from mtuner_jax.runs.lora_engines import EngineBuilder, LoraJob
 from mtuner_jax.training import (
@@ -86,6 +86,7 @@ def _prepare(
     for line in devices.lines:
         _logger.info("%s", line)
     opened = opening.open_model(family, config)
+    pricing.check_named(config, devices.spec, device_kind=devices.gpu_kind)
     _check_size(config, opened, on_gpu=devices.on_gpu)
     if resume is not None:  # of all but the data, before it is read
         saved = step_dirs.read_meta(resume)["run"]
@@ -98,6 +99,8 @@ def _prepare(
         num_rows=opened.shape.vocab_size,
     )
     total_steps = loops.num_steps(config, steps_per_epoch=data.train.steps_per_epoch)
+    num_devices = devices.mesh.size
+    requests.check_rows(rows, len(data.train.rows), num_devices=num_devices)
     learning_rate = optimizers.schedule(config, num_steps=total_steps)
     job = LoraJob(
         config=config,

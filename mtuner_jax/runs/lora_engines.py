@@ -228,32 +228,18 @@ class EngineBuilder:
         )
         if self._inputs is not None:
             report = pricing.price(plan, self._inputs)
-            self._warn_of_host(report)
+            planned.warn_of_host(report, self._host_bytes, name=config.plan)
             return self._tell(report)
         _logger.info("plan %s:\n%s", config.plan, plans.table(plan))
         self._write(plans.to_json(plan), None)
         return plan
-
-    def _warn_of_host(self, report: reports.Report) -> None:
-        """Says that a given plan takes more than the host of virtual devices has."""
-        needed, free = planned.host_bytes(report), self._host_bytes
-        if free and needed > free:
-            _logger.warning(
-                "plan %s takes about %s of this host's memory on virtual devices, %s "
-                "are free: lower max_length or the global batch, or use --plan auto",
-                self.job.config.plan,
-                sizes.gib(needed),
-                sizes.gib(free),
-            )
 
     def _tell(self, report: reports.Report) -> Plan:
         """Logs a plan and writes it into the run's folder with its timeline."""
         played, config = report.timeline, self.job.config
         needed = sizes.gib(report.forecast.total_bytes)
         self.expected, text = f"{needed} per device", plans.table(report.plan)
-        # Prices of cards that nobody asked for say nothing of virtual devices.
-        asked = config.mesh in meshes.PRESETS or config.hardware != "auto"
-        if asked or self.job.devices.on_gpu:
+        if self.job.devices.on_gpu or _asks_for_prices(config):
             text = reports.text(report)
             self.expected = (
                 f"{1e3 * played.step_s:,.1f} ms a step and {needed} per device "
@@ -339,6 +325,14 @@ class EngineBuilder:
             max_length=engine.max_length,
         )
         return result.allocated.total + result.cudnn_workspace_bytes
+
+
+def _asks_for_prices(config: RunConfig) -> bool:
+    """Whether a run on virtual devices names the machine that it stands in for.
+
+    Without, the figures of some card say nothing of it.
+    """
+    return config.mesh in meshes.PRESETS or config.hardware != "auto"
 
 
 def _load(job: LoraJob, spec: StepSpec) -> Params:

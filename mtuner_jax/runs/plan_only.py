@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pynvml
 
+from mtuner_jax.checkpoints import folders
 from mtuner_jax.configs import ConfigError, OptimizerConfig, PlanConfig, Platform
 from mtuner_jax.devices import detection, meshes, platforms
 from mtuner_jax.engines.elastic.step_specs import StepSpec
@@ -38,6 +39,8 @@ def plan(config: PlanConfig, family: Family, *, say: Callable[[str], None]) -> b
     Raises:
       ConfigError: Something that was asked for cannot be, or no plan fits.
     """
+    for name in ("output", "json", "plot"):
+        folders.check_file(getattr(config, name), name=name)
     shape = shapes.shape(family, config.model)
     request = _request(config, head_dim=shape.head_dim)
     model = requests.resolve(shape, request)

@@ -27,6 +27,25 @@ def host_bytes(report: Report) -> int:
     return int(math.prod(report.plan.mesh_sizes) * device)
 
 
+def warn_of_host(report: Report, free_bytes: int, *, name: str) -> None:
+    """Says that a given plan takes more than the host of virtual devices has.
+
+    Args:
+      report: The plan.
+      free_bytes: Of the host's memory; 0 for GPUs.
+      name: What the user calls the plan.
+    """
+    needed = host_bytes(report)
+    if free_bytes and needed > free_bytes:
+        _logger.warning(
+            "plan %s takes about %s of this host's memory on virtual devices, %s are "
+            "free: lower max_length or the global batch, or use --plan auto",
+            name,
+            sizes.gib(needed),
+            sizes.gib(free_bytes),
+        )
+
+
 class Settled(NamedTuple, Generic[T]):
     """What was built of the last plan.
 

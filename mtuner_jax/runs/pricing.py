@@ -4,7 +4,9 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from mtuner_jax.configs import ConfigError
+from mtuner_jax.configs import ConfigError, RunConfig
+from mtuner_jax.devices import meshes
+from mtuner_jax.hardware import machines
 from mtuner_jax.planning import plans, reports
 from mtuner_jax.planning.costs import forecasts, timelines
 from mtuner_jax.planning.plans import Plan
@@ -93,6 +95,40 @@ def given_plan(
     )
 
 
+def check_named(config: RunConfig, mesh: meshes.MeshSpec, *, device_kind: str) -> None:
+    """Looks for the plan and the machine that a run names, before data is read.
+
+    Args:
+      config: The run's.
+      mesh: Its devices.
+      device_kind: What JAX calls its GPUs; empty for virtual devices.
+
+    Raises:
+      ConfigError: No such file or name, or one that cannot be read.
+    """
+    if config.plan.endswith(".json"):
+        open_plan(config.plan)
+    if config.hardware != "auto":
+        machines.find(
+            config.hardware,
+            mesh_sizes=mesh.sizes or (1,),
+            mesh=mesh.name,
+            device_kind=device_kind,
+        )
+
+
+def open_plan(name: str) -> Plan:
+    """The plan of a file.
+
+    Raises:
+      ConfigError: No such file, or no plan.
+    """
+    path = pathlib.Path(name)
+    if not path.is_file():
+        raise ConfigError(f"plan={name!r}: no such file")
+    return plans.read(path)
+
+
 def read_plan(name: str, workload: Workload, mesh_sizes: tuple[int, ...]) -> Plan:
     """Reads a plan's file and refuses one that was made for something else.
 
@@ -105,10 +141,7 @@ def read_plan(name: str, workload: Workload, mesh_sizes: tuple[int, ...]) -> Pla
       ConfigError: No such file, no plan, one for another model or mesh, of too few
         rows, or of another dtype.
     """
-    path = pathlib.Path(name)
-    if not path.is_file():
-        raise ConfigError(f"plan={name!r}: no such file")
-    plan = plans.read(path)
+    plan = open_plan(name)
     asked, found = ("x".join(map(str, axes)) for axes in (mesh_sizes, plan.mesh_sizes))
     rows, dtype = workload.global_batch_size, workload.weight_dtype
     refusals = {

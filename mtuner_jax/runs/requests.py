@@ -101,6 +101,28 @@ def dtype_of(asked: str, *, on_gpu: bool) -> str:
     return asked
 
 
+def check_rows(rows: int, num_rows: int, *, num_devices: int) -> None:
+    """Refuses a step of many more rows than the data has.
+
+    Args:
+      rows: In an optimizer step.
+      num_rows: Of the training data.
+      num_devices: Which share a step's rows.
+
+    Raises:
+      ConfigError: Half of every step or more would be padding.
+    """
+    enough = -(-num_rows // num_devices) * num_devices
+    if rows >= 2 * enough:
+        raise ConfigError(
+            f"a step takes {rows:,} rows, but the training data has {num_rows:,}: "
+            f"{rows - num_rows:,} of every step would be padding; set "
+            f"global_batch_size to {enough:,} or less (without it, it is "
+            "per_device_train_batch_size x "
+            f"gradient_accumulation_steps x {num_devices} devices)"
+        )
+
+
 def make(shape: ModelShape, request: StepRequest) -> PlanningInputs:
     """Joins model, adapters, batch, machine and budget; see `resolve` and `priced`."""
     return priced(resolve(shape, request).workload, request)

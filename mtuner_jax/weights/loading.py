@@ -135,38 +135,3 @@ def _layer_writer(target: jax.ShapeDtypeStruct, *, transposed: bool) -> Any:
         return jax.lax.dynamic_update_index_in_dim(stacked, value, layer, axis=0)
 
     return write
-
-
-def gather(name: sources.HfName, array: jax.Array, reader: Any) -> np.ndarray:
-    """Brings one tensor to the host in Hugging Face layout, without padded rows.
-
-    Args:
-      name: The tensor.
-      array: The array of our tree that holds it; all processes must call this.
-      reader: From `reader`, for this array.
-    """
-    tensor = np.asarray(reader(array, np.int32(name.layer or 0)))
-    return tensor[tuple(slice(size) for size in name.shape)]
-
-
-def reader(name: sources.HfName, array: jax.Array, dtype: Any) -> Any:
-    """Builds the jitted function that cuts tensors like `name` out of `array`.
-
-    Only the tensor leaves the stacked array: it stays sharded where this process sees
-    all shards, and is replicated where it does not.
-    """
-    target = jax.ShapeDtypeStruct(array.shape, dtype, sharding=array.sharding)
-    placed = None
-    if isinstance(array.sharding, jax.NamedSharding):
-        _, placed = hf_placement(name, _device_memory(target))
-        if not array.is_fully_addressable:
-            placed = jax.NamedSharding(placed.mesh, jax.P())
-
-    def cut(array: jax.Array, layer: jax.Array) -> jax.Array:
-        if name.layer is not None:
-            array = jax.lax.dynamic_index_in_dim(array, layer, keepdims=False)
-        if placed is not None:
-            array = jax.device_put(array, jax.memory.Space.Device)
-        return (array.T if name.transposed else array).astype(dtype)
-
-    return jax.jit(cut, out_shardings=placed)

@@ -184,3 +184,26 @@ def test_bos_and_eos_are_added_as_the_file_says(sentencepiece_model):
 def test_unknown_kinds_are_refused(values, text):
     with pytest.raises(gguf_tokenizers.GgufTokenizerError, match=text):
         gguf_tokenizers.build(lambda key, default=None: values.get(key, default))
+
+
+@pytest.mark.parametrize(
+    ("content", "lacking"),
+    [
+        ({"tokenizer.ggml.model": "gpt2"}, "tokens"),
+        (
+            {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a"]},
+            "merges",
+        ),
+        (
+            {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["a"]},
+            "scores",
+        ),
+    ],
+)
+def test_a_file_without_a_whole_tokenizer_is_told_what_it_lacks(content, lacking):
+    def metadata(key, default=None):
+        return content.get(key, default)
+
+    text = rf"the GGUF file lacks tokenizer\.ggml\.{lacking}: .* tokenizer\.json"
+    with pytest.raises(gguf_tokenizers.GgufTokenizerError, match=text):
+        gguf_tokenizers.build(metadata)

@@ -2,7 +2,6 @@ import dataclasses
 import json
 import math
 
-import jax
 import numpy as np
 import peft
 import pytest
@@ -23,20 +22,12 @@ from mtuner_jax.configs import LoraConfig
 IDS = np.random.default_rng(0).integers(0, 96, (2, 7)).astype(np.int32)
 
 
-def load(tiny, config, folder, **abstract):
+def load(tiny, config, folder):
     return hf_import.load(
         safetensors_files.Folder(folder),
         llama_hf_names.tensors(config),
-        tiny.abstract(config, **abstract),
+        tiny.abstract(config),
     )
-
-
-def read_all(folder):
-    source = safetensors_files.Folder(folder)
-    return {
-        name: source.read(name, tuple(slice(0, size) for size in info.shape))
-        for name, info in source.infos().items()
-    }
 
 
 def random_adapters(specs, seed=1):
@@ -67,67 +58,6 @@ def torch_logits(model):
 
 def assert_close(got, want, bound=1e-5):
     assert np.linalg.norm(got - want) <= bound * np.linalg.norm(want)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("tied", [False, True])
-def test_round_trip_is_byte_equal(tiny, tmp_path, dtype, tied):
-    config = tiny.config(
-        vocab_size=93, tie_word_embeddings=tied, family="qwen2", attention_bias=True
-    )
-    tensors = tiny.tensors(config, dtype)
-    folder = tiny.folder(tmp_path / "in", config, tensors)
-    params = load(tiny, config, folder, dtype=dtype, table_rows=96)
-    names = llama_hf_names.tensors(config)
-    hf = llama_configs.to_hf(config)
-    hf_export.write_model(tmp_path / "out", params, names, hf)
-    got = read_all(tmp_path / "out")
-    assert got.keys() == tensors.keys()
-    for name, want in tensors.items():
-        assert got[name].dtype == want.dtype
-        assert got[name].tobytes() == want.tobytes(), name
-    written = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert written == {**hf, "torch_dtype": dtype}
-
-
-def test_model_is_split_into_files_with_an_index(tiny, tmp_path):
-    config = tiny.config()
-    tensors = tiny.tensors(config)
-    params = load(tiny, config, tiny.folder(tmp_path / "in", config, tensors))
-    options = hf_export.ModelOptions(dtype="bfloat16", max_shard_bytes=20_000)
-    hf_export.write_model(
-        tmp_path / "out",
-        params,
-        llama_hf_names.tensors(config),
-        llama_configs.to_hf(config),
-        options=options,
-    )
-    files = sorted((tmp_path / "out").glob("*.safetensors"))
-    assert len(files) > 2
-    assert all(file.stat().st_size < 25_000 for file in files)
-    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
-    assert index["weight_map"].keys() == tensors.keys()
-    assert index["metadata"]["total_size"] == sum(x.size * 2 for x in tensors.values())
-    reread = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert reread.dtype == torch.bfloat16
-    got = reread.state_dict()["model.layers.1.mlp.down_proj.weight"].float().numpy()
-    want = tensors["model.layers.1.mlp.down_proj.weight"]
-    np.testing.assert_allclose(got, want, rtol=2**-8)
-
-
-def test_arrays_in_host_memory_are_exported_too(tiny, tmp_path):
-    config = tiny.config()
-    tensors = tiny.tensors(config)
-    params = load(tiny, config, tiny.folder(tmp_path / "in", config, tensors))
-    up = params["layers"]["mlp.up_proj"]["kernel"]
-    params["layers"]["mlp.up_proj"]["kernel"] = jax.device_put(
-        up, up.sharding.with_memory_kind("pinned_host")
-    )
-    hf = llama_configs.to_hf(config)
-    names = llama_hf_names.tensors(config)
-    hf_export.write_model(tmp_path / "out", params, names, hf)
-    name = "model.layers.2.mlp.up_proj.weight"
-    np.testing.assert_array_equal(read_all(tmp_path / "out")[name], tensors[name])
 
 
 CASES = {
@@ -388,8 +318,34 @@ def test_a_folder_without_adapter_is_an_error(tmp_path):
         hf_export.read_adapter_config(tmp_path)
 
 
-def test_unknown_dtypes_and_sizes_are_refused():
-    with pytest.raises(hf_export.ExportError, match="dtype='int4'"):
-        hf_export.ModelOptions(dtype="int4")
-    with pytest.raises(hf_export.ExportError, match="max_shard_bytes=0"):
-        hf_export.ModelOptions(max_shard_bytes=0)
+@pytest.mark.parametrize("case", ["patterns", "rslora"])
+@pytest.mark.filterwarnings("ignore:Using Rank-Stabilized LoRA with rank_pattern")
+@pytest.mark.filterwarnings(  # as above
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)
+def test_a_portable_adapter_is_right_for_readers_of_one_rank_and_alpha(
+    tmp_path, base, case
+):
+    folder = base
+    lora_config = CASES[case][0]
+    specs = resolve(llama_configs.from_file(folder / "config.json"), lora_config)
+    adapters = random_adapters(specs)
+    options = hf_export.AdapterOptions(base_name=str(folder))
+    hf_export.write_adapter(
+        tmp_path / "own", adapters, specs, lora_config, options=options
+    )
+    portable = hf_export.portable(adapters, specs)
+    hf_export.write_adapter(tmp_path / "any", *portable, options=options)
+    content = json.loads((tmp_path / "any" / "adapter_config.json").read_text())
+    rank = max(spec.max_rank for spec in specs)
+    assert (content["r"], content["lora_alpha"]) == (rank, rank)
+    assert not content["rank_pattern"] and not content["alpha_pattern"]
+    assert not content["use_rslora"]
+    tensors = safetensors_files.read_file(tmp_path / "any/adapter_model.safetensors")
+    assert {min(x.shape) for x in tensors.values()} == {rank}
+    logits = []
+    for name in ("own", "any"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        loaded = peft.PeftModel.from_pretrained(model, tmp_path / name)
+        logits.append(torch_logits(loaded))
+    assert_close(logits[1], logits[0])

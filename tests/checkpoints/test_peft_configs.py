@@ -36,6 +36,8 @@ def test_what_peft_writes_is_read(tmp_path):
         ({"bias": "all"}, "bias='all' is not implemented"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\]"),
         ({"init_lora_weights": "pissa_niter_4"}, "changes the base model"),
+        ({"r": "8"}, "r='8' is no number"),
+        ({"lora_alpha": None}, "lora_alpha=None is no number"),
         ({"target_modules": None}, "lacks r or target_modules"),
     ],
 )

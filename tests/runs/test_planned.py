@@ -94,3 +94,13 @@ def test_a_host_that_holds_no_plan_is_named_with_what_is_needed():
     )
     with pytest.raises(ConfigError, match=match):
         make_planner(host_bytes=2**20).fastest()
+
+
+def test_a_given_plan_beyond_the_hosts_memory_is_warned_of(caplog):
+    report = make_planner().fastest()
+    for free in (0, 2**40):
+        planned.warn_of_host(report, free, name="fsdp")
+    assert not caplog.records
+    planned.warn_of_host(report, 2**20, name="fsdp")
+    assert "plan fsdp takes about" in caplog.text
+    assert "1.0 MiB are free: lower max_length or the global batch" in caplog.text

@@ -4,7 +4,7 @@ import pytest
 
 from models import llama_family, llama_sizes
 from mtuner_jax.adapters import lora
-from mtuner_jax.configs import LoraConfig
+from mtuner_jax.configs import ConfigError, LoraConfig
 from mtuner_jax.devices import meshes
 from mtuner_jax.runs import requests
 
@@ -47,3 +47,12 @@ def test_shapes_tell_models_of_as_many_layers_apart():
         "llama2-7b": "L32 D4096 F11008 N32 K32 H128 V32000",
         "llama3.1-8b": "L32 D4096 F14336 N32 K8 H128 V128256",
     }
+
+
+def test_a_step_of_more_rows_than_the_data_has_is_bounded():
+    requests.check_rows(48, 48, num_devices=1)
+    requests.check_rows(8, 3, num_devices=8)  # every device has to take one
+    requests.check_rows(64, 48, num_devices=8)  # which the data's summary warns of
+    text = r"a step takes 100,000 rows, .* has 48: .* set global_batch_size to 48 or"
+    with pytest.raises(ConfigError, match=text):
+        requests.check_rows(100_000, 48, num_devices=8)

@@ -133,6 +133,8 @@ def test_a_compute_bound_step_has_nothing_to_win(capsys):
         (("--attention", "flash"), "attention='flash'"),
         (("--lora.target_modules", "w_proj"), "w_proj"),
         (("--max_lenght", "5"), "max_length"),
+        (("--output", "no/plan.json"), "output='no/plan.json': there is no folder no"),
+        (("--plot", "."), r"plot='\.' is a folder; name a file"),
     ],
 )
 def test_bad_input_is_an_error_that_says_what_to_change(folder, capsys, flags, text):
