@@ -7,13 +7,14 @@ order, or the sample is refused: a model must not be trained on half of it in si
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mtuner_jax.data import errors
 
 Span = tuple[int, int]
 REASONING = ("reasoning_content", "reasoning", "thinking")
+_THOUGHT = "content <think>"
 _INLINE = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
 # Some templates move these to another turn.
 _PLACED_ANYWHERE = ("system", "developer")
@@ -42,10 +43,20 @@ class Piece(NamedTuple):
 
 def of(message: Mapping[str, Any]) -> list[Piece]:
     """The texts that a message carries; empty ones are left out."""
+    carried = {
+        key: value
+        for key, value in message.items()
+        if key not in ("role", "name", "tool_call_id", "id", "type", *REASONING)
+    }
+    # Servers give the same reasoning under several names.
+    thoughts = {message[key]: key for key in REASONING[::-1] if message.get(key)}
+    carried |= {key: thought for thought, key in thoughts.items()}
+    inline = _inline(message)
+    if inline:
+        carried |= {_THOUGHT: inline[1], "content": inline[2]}
     return [
         Piece(name, forms)
-        for key, value in message.items()
-        if key not in ("role", "name", "tool_call_id", "id", "type")
+        for key, value in carried.items()
         for name, leaf in _leaves(key, value)
         if (forms := _forms(leaf))
     ]
@@ -56,45 +67,83 @@ def reasoning(message: Mapping[str, Any]) -> str:
     for key in REASONING:
         if message.get(key):
             return message[key]
-    inline = _INLINE.match(message.get("content") or "")
+    inline = _inline(message)
     return inline[1].strip() if inline else ""
 
 
 def answer(message: Mapping[str, Any]) -> str:
     """What a message says beside its reasoning."""
-    said = message.get("content") or ""
-    inline = _INLINE.match(said)
-    return (inline[2] if inline else said).strip()
+    inline = _inline(message)
+    return (inline[2] if inline else message.get("content") or "").strip()
+
+
+def _inline(message: Mapping[str, Any]) -> re.Match[str] | None:
+    """An assistant's content that begins with its reasoning."""
+    said = message.get("content") if message["role"] == "assistant" else None
+    return _INLINE.match(said) if isinstance(said, str) else None
+
+
+def without_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message without what the assistant thought, wherever it stands."""
+    rest = {key: message[key] for key in message if key not in REASONING}
+    if _inline(message):
+        rest["content"] = answer(message)
+    return rest
 
 
 def check(
-    text: str, messages: Sequence[Mapping[str, Any]], *, turns: Sequence[int] = ()
+    text: str,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    turns: Sequence[int],
+    last: Callable[[int], str],
 ) -> None:
     """Finds the texts of messages in what was rendered, in the order of the messages.
+
+    What an assistant's turn without loss says may be hidden there, as templates do
+    with earlier reasoning, if it is shown while the turn is the last one.
 
     Args:
       text: The conversation, rendered.
       messages: All of it.
-      turns: Assistant messages that carry loss; what the others say may be shortened,
-        as templates that hide earlier reasoning do. None of them means all.
+      turns: Assistant messages that carry loss. None of them means all.
+      last: Renders the conversation up to a message, that included.
 
     Raises:
       SampleError: One is missing; the text says which.
     """
     cursor = 0
     for index, message in enumerate(messages):
-        if turns and message["role"] == "assistant" and index not in turns:
-            continue
         anywhere = message["role"] in _PLACED_ANYWHERE
-        ends = [cursor]
-        for piece in of(message):
-            place = piece.find(text, 0 if anywhere else cursor)
-            if place is None:
-                raise errors.SampleError(
-                    "lost by the chat template", _lost(f"messages[{index}]", piece)
-                )
-            ends.append(place[1])
-        cursor = cursor if anywhere else max(ends)
+        pieces = of(message)
+        places, lost = _find(text, pieces, 0 if anywhere else cursor)
+        if lost and turns and message["role"] == "assistant" and index not in turns:
+            _, lost = _find(last(index), pieces, cursor=0)
+        if lost:
+            raise errors.SampleError(
+                "lost by the chat template", _lost(f"messages[{index}]", lost[0])
+            )
+        if not anywhere:
+            cursor = max([cursor, *(place[1] for place in places)])
+
+
+def _find(
+    text: str, pieces: Sequence[Piece], cursor: int
+) -> tuple[list[Span], list[Piece]]:
+    """Places of a message's texts, none within another one, and those without."""
+    places: list[Span] = []
+    lost = []
+    for piece in sorted(pieces, key=lambda piece: -len(piece.forms[0])):
+        place = piece.find(text, cursor)
+        while place and any(
+            place[0] < end and start < place[1] for start, end in places
+        ):
+            place = piece.find(text, place[0] + 1)
+        if place:
+            places.append(place)
+        else:
+            lost.append(piece)
+    return places, sorted(lost, key=pieces.index)
 
 
 def end(text: str, message: Mapping[str, Any], start: int) -> int:
@@ -104,7 +153,7 @@ def end(text: str, message: Mapping[str, Any], start: int) -> int:
 
 
 def _lost(message: str, piece: Piece) -> str:
-    if piece.name.split(".")[0].split("[")[0] in REASONING:
+    if piece.name in (*REASONING, _THOUGHT):
         remedy = "dataset.reasoning: drop trains without it"
     else:
         remedy = "leave it out"
@@ -132,9 +181,6 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _text_leaves(name: str, value: str) -> Iterator[tuple[str, Any]]:
     """A text, or the parts that templates write apart from each other."""
-    if name == "content" and (inline := _INLINE.match(value)):
-        yield from ((name, part) for part in inline.groups())
-        return
     if name.endswith(".arguments"):
         try:
             parsed = json.loads(value)

@@ -9,6 +9,8 @@ import hashlib
 from mtuner_jax import configs
 from mtuner_jax.data import errors, ingestion, rendering
 
+_DEFAULT = configs.DatasetConfig()
+
 Fingerprint = dict[str, str | int | float | bool]
 
 
@@ -22,8 +24,15 @@ def fingerprint(
     """Collects it, as JSON values; the last field catches what the others don't."""
     template = renderer.template.source if renderer.template is not None else ""
     # Only where they are set, so that a checkpoint of before they existed still fits.
-    weights = {"dataset.weights": ",".join(map(str, run.dataset.weights))}
-    return (weights if run.dataset.weights else {}) | {
+    names = ("template_date", "reasoning", "special_tokens_in_content")
+    settings = {
+        f"dataset.{name}": str(value)
+        for name in names
+        if (value := getattr(run.dataset, name)) != getattr(_DEFAULT, name)
+    }
+    if run.dataset.weights:
+        settings["dataset.weights"] = ",".join(map(str, run.dataset.weights))
+    return settings | {
         "dataset": dataset.digest,
         "dataset.format": ",".join(dataset.counts.formats),
         "dataset.train_on": str(run.dataset.train_on),

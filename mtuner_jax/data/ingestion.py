@@ -25,6 +25,7 @@ class Counts:
       overlong: Samples left out for being longer than `max_length`.
       untrained: Samples left out since no token with loss was left after the cut.
       endless: Samples whose last token with loss does not end a turn.
+      split: Conversations that became a sample a turn.
       formats: Format of each file.
       unused: Rows with a value in a column that is not used, by column.
     """
@@ -35,6 +36,7 @@ class Counts:
     overlong: int
     untrained: int
     endless: int
+    split: int
     formats: tuple[formats.RowFormat, ...]
     unused: dict[str, int]
 
@@ -152,7 +154,14 @@ class _Reader:
             row, format, has_template=self._renderer.template is not None
         )
         self._unused.update(formats.unused(row, format, self._settings.ignore_columns))
-        tokens = self._renderer.render(example)
+        parts = self._renderer.render_all(example)
+        self._tally["split"] += len(parts) > 1
+        for tokens in parts:
+            self._add_tokens(sample_id, line, tokens)
+
+    def _add_tokens(
+        self, sample_id: int, line: jsonl.Line, tokens: rendering.RenderedTokens
+    ) -> None:
         max_length = self._renderer.max_length
         if len(tokens.ids) > max_length:
             if self._settings.overlong is configs.Overlong.ERROR:
@@ -193,6 +202,7 @@ class _Reader:
             overlong=self._tally["overlong"],
             untrained=self._tally["untrained"],
             endless=self._tally["endless"],
+            split=self._tally["split"],
             formats=tuple(self._formats),
             unused=dict(sorted(self._unused.items())),
         )

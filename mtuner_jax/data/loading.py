@@ -68,9 +68,7 @@ def load(
     found = files.expand_all(asked)
     dataset = _ingest(run, renderer, found, name="training")
     summaries.log_sample(dataset, renderer.encoder)
-    kept, held_out = pipelines.split(
-        len(dataset.samples), val_size=run.val_size, seed=run.seed
-    )
+    kept, held_out = _split(run, dataset)
     kept = _weighted(run, dataset, kept, files_per_entry=[len(one) for one in found])
     train = pipelines.TrainData(
         dataset.samples,
@@ -137,6 +135,17 @@ def _ingest(
     )
     summaries.log_dataset(dataset, name=name, max_length=run.max_length)
     return dataset
+
+
+def _split(
+    run: configs.RunConfig, dataset: ingestion.Dataset
+) -> tuple[np.ndarray, np.ndarray]:
+    """Indices [kept] and [held out] int32; the samples of a row stay together."""
+    rows, row = np.unique(dataset.samples.sample_ids, return_inverse=True)
+    _, chosen = pipelines.split(len(rows), val_size=run.val_size, seed=run.seed)
+    held_out = np.isin(row, chosen)
+    kept = np.flatnonzero(~held_out).astype(np.int32)
+    return kept, np.flatnonzero(held_out).astype(np.int32)
 
 
 def _weighted(

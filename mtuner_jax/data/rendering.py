@@ -1,5 +1,6 @@
 """Examples to token ids and the mask of tokens that carry loss."""
 
+import dataclasses
 import datetime
 import logging
 from collections.abc import Sequence
@@ -94,6 +95,26 @@ class Renderer:
         self._check_ids(tokens.ids)
         return tokens
 
+    def render_all(self, example: formats.Example) -> list[RenderedTokens]:
+        """As `render`, with a sample a turn where the template rewrites earlier ones.
+
+        Such a template shows an answer in one way when it is given and in another once
+        more follows (without its reasoning, say). Each answer then stands in a sample
+        of its own, behind what the model is prompted with there.
+
+        Raises:
+          SampleError: As `render`, for the whole conversation.
+        """
+        if isinstance(example, formats.Plain):
+            return [self.render(example)]
+        try:
+            return [self.render(example)]
+        except errors.SampleError:
+            turns = self._trained_turns(example)
+            if len(turns) < 2:
+                raise
+        return [self.render(_up_to(example, turn)) for turn in turns]
+
     def prompt_ids(self, messages: list[formats.Message]) -> list[int]:
         """Tokenizes a conversation up to where the assistant's answer begins."""
         text = self._needed_template().render(messages, add_generation_prompt=True)
@@ -146,10 +167,7 @@ class Renderer:
         """Messages and tools as they are rendered."""
         messages, tools = example.messages, example.tools
         if self._dataset.reasoning is configs.Reasoning.DROP:
-            messages = [
-                {key: m[key] for key in m if key not in contents.REASONING}
-                for m in messages
-            ]
+            messages = [contents.without_reasoning(message) for message in messages]
         if self._dataset.special_tokens_in_content:
             return messages, tools
         special = self.encoder.special
@@ -206,6 +224,16 @@ class Renderer:
                 "set dataset.chat_template to a Jinja file"
             )
         return self.template
+
+
+def _up_to(example: formats.Chat, turn: int) -> formats.Chat:
+    """The conversation up to a turn, the only one with loss."""
+    return dataclasses.replace(
+        example,
+        messages=example.messages[: turn + 1],
+        num_prompt=turn,
+        trained=(*[False] * turn, True),
+    )
 
 
 def _overlaps(places: np.ndarray, spans: tuple[templates.Span, ...]) -> np.ndarray:

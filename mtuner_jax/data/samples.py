@@ -15,7 +15,8 @@ class Samples:
       ids: [tokens] int32.
       trained: [tokens] bool, whether a token carries loss.
       starts: [samples + 1] int64, where each sample begins.
-      sample_ids: [samples] int32, its index among the rows of the dataset.
+      sample_ids: [samples] int32, its index among the rows of the dataset; the turns
+        of a conversation that was split have the same.
     """
 
     ids: np.ndarray

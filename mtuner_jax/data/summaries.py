@@ -39,6 +39,14 @@ def log_dataset(dataset: ingestion.Dataset, *, name: str, max_length: int) -> No
                 for column, n in counts.unused.items()
             ),
         )
+    if counts.split:
+        logger.warning(
+            "%s data: %s conversations became a sample for each answer, since the chat "
+            "template rewrites earlier turns; dataset.train_on: completion takes the "
+            "last answers only",
+            name,
+            f"{counts.split:,}",
+        )
     if counts.untrained:
         logger.warning(ingestion.untrained_text(counts, max_length))
     if counts.endless:

@@ -11,7 +11,6 @@ the wrong tokens. Whatever a message says must be in the text (`contents`).
 
 import dataclasses
 import datetime
-import json
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ import jinja2
 import transformers
 from transformers.utils import chat_template_utils
 
-from mtuner_jax.data import contents, errors, formats
+from mtuner_jax.data import contents, errors, formats, template_inputs
 
 Span = contents.Span
 
@@ -29,7 +28,7 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MARKS = "give a dataset.chat_template with {% generation %}"
 # Written in front of an answer that has no reasoning; nothing to be learnt.
 _EMPTY_REASONING = re.compile(r"\s*(<think>\s*)?</think>\s*")
-_OPENED_REASONING = re.compile(r"<think>\s*")
+_PROMPTED_REASONING = re.compile(r"<think>\s*(</think>\s*)?$")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,9 +88,7 @@ class ChatTemplate:
     ):
         self.source = source
         self.marks_generation = bool(_GENERATION.search(source))
-        # Templates print today's date in two ways. A fixed one keeps the tokens of a
-        # run the same on the next day.
-        self._dated_source = _with_date(source, date)
+        self._dated_source = template_inputs.with_date(source, date)
         self._variables: dict[str, Any] = {
             "date_string": date.strftime("%d %b %Y"),
             **special_tokens,
@@ -135,7 +132,12 @@ class ChatTemplate:
             text, spans = self._marked(messages, turns, tools)
         else:
             text, spans = self._derived(messages, turns, tools)
-        contents.check(text, messages, turns=turns)
+        contents.check(
+            text,
+            messages,
+            turns=turns,
+            last=lambda index: self._as_last(messages[: index + 1], tools),
+        )
         if tools and text == self.render(messages):
             raise errors.SampleError(
                 "lost by the chat template",
@@ -184,24 +186,34 @@ class ChatTemplate:
             raise errors.SampleError(
                 "chat template", "the assistant's message has none before it"
             )
+        heads = [self._prompt(messages[:turn], tools) for turn in turns]
         text = self.render(messages, tools=tools)
-        heads = [
-            self.render(messages[:turn], tools=tools, add_generation_prompt=True)
-            for turn in turns
-        ]
         if turns and turns[-1] + 1 == len(messages):
             text = _behind_prompt(messages, heads[-1], text)
         spans = []
         for turn, head in zip(turns, heads, strict=True):
             if not text.startswith(head):
-                raise self._unlike(messages, turn, tools=tools, head=head, text=text)
+                raise _unlike(messages, turn, head=head, text=text)
             start = len(head)
             if not contents.reasoning(messages[turn]):
-                empty = _EMPTY_REASONING.match(text, start)
-                start = empty.end() if empty else start
+                start = _behind_empty(text, start)
             end = self._end(messages, turn, tools=tools, text=text, start=start)
             spans.append((start, end))
         return text, spans
+
+    def _prompt(
+        self, messages: Sequence[formats.Message], tools: Sequence[Any] | None
+    ) -> str:
+        return self.render(messages, tools=tools, add_generation_prompt=True)
+
+    def _as_last(
+        self, messages: Sequence[formats.Message], tools: Sequence[Any] | None
+    ) -> str:
+        """A conversation up to an answer, which is put behind its prompt."""
+        text = self.render(messages, tools=tools)
+        if len(messages) < 2:
+            return text
+        return _behind_prompt(messages, self._prompt(messages[:-1], tools), text)
 
     def _end(
         self,
@@ -241,32 +253,6 @@ class ChatTemplate:
         ]
         return min(ends, default=(-1, -1))
 
-    def _unlike(
-        self,
-        messages: Sequence[formats.Message],
-        turn: int,
-        *,
-        tools: Sequence[Any] | None,
-        head: str,
-        text: str,
-    ) -> errors.SampleError:
-        """Says where the prompt for a turn and the conversation part."""
-        same = _num_same(head, text)
-        last = max(i for i, m in enumerate(messages) if m["role"] == "assistant")
-        remedies = [_MARKS]
-        if turn != last:
-            prompt = self.render(
-                messages[:last], tools=tools, add_generation_prompt=True
-            )
-            if _behind_prompt(messages, prompt, text).startswith(prompt):
-                remedies.append("train_on: completion, the last turn only")
-        return errors.SampleError(
-            "chat template",
-            f"the text up to message {turn} changes with what follows: the prompt for "
-            f"it goes on with {head[same : same + 40]!r} where the conversation has "
-            f"{text[same : same + 40]!r}; {'; '.join(remedies)}; or train_on: all",
-        )
-
     def _render(
         self,
         messages: Sequence[formats.Message],
@@ -276,7 +262,7 @@ class ChatTemplate:
         mark: bool,
     ) -> tuple[str, list[Span]]:
         def render(arguments: type) -> Any:
-            shown = [_for_template(message, arguments) for message in messages]
+            shown = [template_inputs.message(m, arguments) for m in messages]
             return chat_template_utils.render_jinja_template(
                 conversations=[shown],
                 tools=list(tools) if tools else None,
@@ -327,10 +313,17 @@ def _behind_prompt(messages: Sequence[formats.Message], head: str, text: str) ->
     """
     if text.startswith(head):
         return text
-    same = _num_same(head, text)
-    if _OPENED_REASONING.fullmatch(head, same):
-        reasoning = contents.reasoning(messages[-1]).strip()
-        return f"{head}{reasoning}\n</think>\n\n{text[same:].lstrip()}"
+    prompted = _PROMPTED_REASONING.search(head)
+    if prompted and text.startswith(head[: prompted.start()]):
+        return (
+            _behind_reasoning(
+                head,
+                text[prompted.start() :].lstrip(),
+                reasoning=contents.reasoning(messages[-1]).strip(),
+                closed=bool(prompted[1]),
+            )
+            or text
+        )
     asked = contents.answer(messages[-2])
     said = text.rfind(contents.answer(messages[-1]))
     end = head[head.rfind(asked) :] if asked else ""
@@ -338,56 +331,51 @@ def _behind_prompt(messages: Sequence[formats.Message], head: str, text: str) ->
     return text if place < 0 else head + text[place + len(end) :]
 
 
+def _behind_reasoning(
+    head: str, answer: str, *, reasoning: str, closed: bool
+) -> str | None:
+    """The prompt and an answer, where the prompt begins the reasoning.
+
+    Args:
+      head: The prompt, with `<think>` at its end.
+      answer: As the template writes it, maybe with reasoning.
+      reasoning: Of the message.
+      closed: Whether the prompt has `</think>`, too; there can be no reasoning then.
+    """
+    if closed:
+        return None if reasoning else head + answer[_behind_empty(answer, 0) :]
+    if answer.startswith("<think>"):
+        return head + answer.removeprefix("<think>").lstrip()
+    return f"{head}{reasoning}\n</think>\n\n{answer}"
+
+
+def _unlike(
+    messages: Sequence[formats.Message],
+    turn: int,
+    *,
+    head: str,
+    text: str,
+) -> errors.SampleError:
+    """Says where the prompt for a turn and the conversation part."""
+    same = _num_same(head, text)
+    remedies = [_MARKS]
+    if contents.reasoning(messages[turn]):
+        remedies.append("dataset.reasoning: drop")
+    return errors.SampleError(
+        "chat template",
+        f"the answer messages[{turn}] does not stand behind its prompt, which goes "
+        f"on with {head[same : same + 40]!r} where the conversation has "
+        f"{text[same : same + 40]!r}; {', or '.join(remedies)}",
+    )
+
+
+def _behind_empty(text: str, start: int) -> int:
+    """Behind an empty block of reasoning at `start`, if there is one."""
+    empty = _EMPTY_REASONING.match(text, start)
+    return empty.end() if empty else start
+
+
 def _num_same(one: str, other: str) -> int:
     """Characters at the beginning that two texts share."""
     shorter = min(len(one), len(other))
     return next((i for i in range(shorter) if one[i] != other[i]), shorter)
-
-
-def _with_date(source: str, date: datetime.date) -> str:
-    """A template with the texts of this date in place of calls of `strftime_now`."""
-    dated = re.sub(
-        r"strftime_now\(\s*(['\"])(.*?)\1\s*\)",
-        lambda call: repr(date.strftime(call[2])),
-        source,
-    )
-    if re.search(r"strftime_now\s*\(", dated):
-        raise errors.DataError(
-            "the chat template calls strftime_now with something else than a text, so "
-            "its tokens would change from day to day; give a dataset.chat_template "
-            "without"
-        )
-    return dated
-
-
-def _for_template(message: formats.Message, arguments: type) -> formats.Message:
-    """A message as templates expect it.
-
-    Templates ask whether a key is there, as in `message.tool_calls is defined`; only
-    `content` may be null. Arguments of calls are objects, or JSON text.
-    """
-    shown = {
-        key: value
-        for key, value in message.items()
-        if value is not None or key == "content"
-    }
-    if message.get("tool_calls"):
-        shown["tool_calls"] = [_call(call, arguments) for call in message["tool_calls"]]
-    return shown
-
-
-def _call(call: Any, arguments: type) -> Any:
-    if not isinstance(call, dict):
-        return call
-    if isinstance(call.get("function"), dict):
-        return call | {"function": _call(call["function"], arguments)}
-    given = call.get("arguments")
-    if arguments is str and isinstance(given, dict):
-        return call | {"arguments": json.dumps(given, ensure_ascii=False)}
-    if arguments is dict and isinstance(given, str):
-        try:
-            parsed = json.loads(given)
-        except ValueError:
-            return call
-        return call | {"arguments": parsed} if isinstance(parsed, dict) else call
-    return call

@@ -314,3 +314,42 @@ def test_columns_without_a_use_are_named_once(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         loading.load(config(str(path)), TOKENIZER, global_batch_size=1)
     assert caplog.text.count("not used: column 'source' of 3 rows") == 1
+
+
+def test_the_answers_of_a_split_conversation_stay_on_one_side_of_val_size(
+    tmp_path, caplog
+):
+    turns = [
+        {"role": role, "content": text}
+        for role, text in zip(("user", "assistant") * 2, "abcd", strict=True)
+    ]
+    path = tmp_path / "chats.jsonl"
+    path.write_text(f"{json.dumps({'messages': turns})}\n" * 10)
+    caplog.set_level(logging.WARNING)
+    run = config(str(path), val_size=3)
+    tokenizer = chat_tokenizers.chatml(chat_tokenizers.REWRITING)
+    data = loading.load(run, tokenizer, global_batch_size=4)
+    assert "10 conversations became a sample for each answer" in caplog.text
+    assert data.eval is not None
+    rows = data.dataset.samples.sample_ids
+    kept, held_out = (
+        rows[part.rows.samples].tolist() for part in (data.train, data.eval)
+    )
+    assert len(held_out) == 6 and len(set(held_out)) == 3
+    assert len(kept) == 14 and not set(kept) & set(held_out)
+
+
+def test_a_changed_date_or_treatment_of_messages_is_named_on_resume(tmp_path):
+    path = write(tmp_path)
+    before = load(config(path)).train
+    changed = {
+        "template_date": "2025-01-02",
+        "reasoning": configs.Reasoning.DROP,
+        "special_tokens_in_content": True,
+    }
+    after = load(config(path, dataset=changed)).train
+    for name in changed:
+        assert f"dataset.{name}" not in before.fingerprint()
+        assert f"dataset.{name}" in after.fingerprint()
+    with pytest.raises(errors.DataError, match="template_date was None, is 2025-01-02"):
+        after.set_state(before.get_state())

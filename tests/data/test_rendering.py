@@ -384,8 +384,13 @@ def test_reasoning_that_a_template_cuts_off_is_refused():
         "message['content']", "message['content'].split('</think>')[-1]"
     )
     render = renderer(chat_tokenizers.chatml(cutting), "all")
-    with pytest.raises(errors.SampleError, match=r"messages\[1\]\.content \('b'\)"):
+    with pytest.raises(errors.SampleError, match=r"\[1\]\.content <think> \('b'\)"):
         render.render(chat("a", "<think>b</think>a"))
+    dropping = renderer(
+        chat_tokenizers.chatml(cutting), "all", reasoning=configs.Reasoning.DROP
+    )
+    tokens = dropping.render(chat("a", "<think>b</think>a"))
+    assert trained_text(dropping, tokens).endswith("assistant\na<|im_end|>\n")
 
 
 def test_tools_are_shown_in_each_rendering_or_refused():
@@ -452,9 +457,10 @@ def test_templates_are_told_one_date_in_every_way_they_ask():
     render = renderer(tokenizer, template_date="2025-01-02")
     text = render.template.render(chat("a").messages)
     assert text.startswith("02 Jan 2025 2025-01-02")
-    changing = chat_tokenizers.chatml("{{ strftime_now(f) }}" + chat_tokenizers.CHATML)
-    with pytest.raises(errors.DataError, match="change from day to day"):
-        renderer(changing)
+    computed = "\n{% set f = '%d/%m' %}{{ strftime_now(f + '/%-y %B') }} %"
+    tokenizer = chat_tokenizers.chatml(computed + chat_tokenizers.CHATML)
+    text = renderer(tokenizer, template_date="2025-01-02").template.render([USER])
+    assert text.startswith("\n02/01/25 January %<|im_start|>")
     with pytest.raises(configs.ConfigError, match="template_date='today' is no date"):
         renderer(tokenizer, template_date="today")
 
@@ -486,7 +492,7 @@ def test_a_refusal_says_where_prompt_and_conversation_part_and_what_helps():
     example = chat("a", "b", "c", "d")
     with pytest.raises(
         errors.SampleError,
-        match=r"with '<think>\\n' where .* 'b<\|im.*; train_on: completion, the last",
+        match=r"messages\[1\] .* with '<think>\\n' where .* 'b<\|im.*generation %}$",
     ):
         renderer(tokenizer).render(example)
     render = renderer(tokenizer, "completion")
@@ -533,5 +539,114 @@ def test_an_answer_stands_behind_its_prompt_where_only_that_shows_the_system_tex
     assert trained_text(render, tokens) == " a b<|im_end|>"
     with pytest.raises(errors.SampleError, match=r"messages\[0\]\.content \('be nice'"):
         renderer(tokenizer, "all").render(say(system, USER, answer))
-    with pytest.raises(errors.SampleError, match="changes with what follows"):
+    with pytest.raises(errors.SampleError, match="does not stand behind its prompt"):
         render.render(say(system, USER, answer, USER, answer))
+
+
+def all_texts(render, example):
+    """Each sample as text, with its trained part in front."""
+    parts = render.render_all(example)
+    return [
+        (trained_text(render, part), render.encoder.decode(part.ids.tolist()))
+        for part in parts
+    ]
+
+
+def test_answers_that_a_template_rewrites_later_stand_in_samples_of_their_own():
+    render = renderer(chat_tokenizers.chatml(OPENS_REASONING))
+    head = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    both = all_texts(
+        render, chat("a", "<think>why</think>b", "c", "<think>so</think>d")
+    )
+    end = "<|im_end|>"
+    assert both == [
+        (
+            f"why\n</think>\n\nb{end}",
+            f"{head}<think>\nwhy\n</think>\n\nb{end}\n",
+        ),
+        (
+            f"so\n</think>\n\nd{end}",
+            f"{head}b{end}\n<|im_start|>user\nc{end}\n<|im_start|>assistant\n"
+            f"<think>\nso\n</think>\n\nd{end}\n",
+        ),
+    ]
+
+
+def test_earlier_reasoning_is_trained_where_the_template_shows_it():
+    # As Qwen3's: reasoning of the last turn only.
+    render = renderer(chat_tokenizers.chatml(TOOL_TEMPLATE))
+    messages = [
+        USER,
+        {"role": "assistant", "content": "b", "reasoning_content": "why"},
+        USER,
+        {"role": "assistant", "content": "d", "reasoning_content": "so"},
+    ]
+    texts = [trained for trained, _ in all_texts(render, say(*messages))]
+    assert texts == [
+        "<think>\nwhy\n</think>\n\nb<|im_end|>",
+        "<think>\nso\n</think>\n\nd<|im_end|>",
+    ]
+    one = say(*messages, trained=(None, False, None, None))
+    assert [trained for trained, _ in all_texts(render, one)] == texts[1:]
+    flat = [trained for trained, _ in all_texts(render, chat("a", "b", "c", "d"))]
+    assert flat == ["b<|im_end|>d<|im_end|>"]  # nothing is rewritten, nothing split
+
+
+def test_a_system_text_that_only_the_last_prompt_shows_is_in_every_sample():
+    only_last_user = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' }}"
+        "{{ messages[0].content + ' ' if loop.last and messages[0].role == 'system' }}"
+        "{{ m.content + '[/INST]' }}{% elif m.role == 'assistant' %}"
+        "{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
+    )
+    render = renderer(chat_tokenizers.chatml(only_last_user))
+    system = {"role": "system", "content": "be nice"}
+    example = say(system, *chat("a", "b", "c", "d").messages)
+    assert all_texts(render, example) == [
+        (" b<|im_end|>", "[INST] be nice a[/INST] b<|im_end|>"),
+        (
+            " d<|im_end|>",
+            "[INST] a[/INST] b<|im_end|>[INST] be nice c[/INST] d<|im_end|>",
+        ),
+    ]
+
+
+def test_a_turn_without_loss_must_not_lose_what_the_template_never_shows():
+    calling = {"role": "assistant", "content": "let me", "tool_calls": [CALL]}
+    result = {"role": "tool", "content": "found"}
+    answer = {"role": "assistant", "content": "it is"}
+    render = renderer(TOKENIZERS["chatml"], "completion")
+    with pytest.raises(errors.SampleError, match=r"messages\[1\]\.tool_calls\[0\]"):
+        render.render_all(say(USER, calling, result, answer))
+
+
+def test_reasoning_is_not_taken_for_shown_where_the_answer_repeats_it():
+    answer = {
+        "role": "assistant",
+        "content": "Paris is the capital",
+        "reasoning_content": "Paris",
+    }
+    with pytest.raises(errors.SampleError, match=r"reasoning_content \('Paris'\)"):
+        renderer(TOKENIZERS["chatml"]).render(say(USER, answer))
+
+
+def test_one_reasoning_under_two_names_is_shown_once():
+    render = renderer(chat_tokenizers.chatml(TOOL_TEMPLATE))
+    answer = {
+        "role": "assistant",
+        "content": "d",
+        "reasoning": "why",
+        "reasoning_content": "why",
+    }
+    want = "<think>\nwhy\n</think>\n\nd<|im_end|>"
+    assert trained_text(render, render.render(say(USER, answer))) == want
+
+
+def test_reasoning_for_a_prompt_that_forbids_it_names_the_setting_that_drops_it():
+    forbids = OPENS_REASONING.replace("<think>\\n", "<think>\\n\\n</think>\\n\\n")
+    tokenizer = chat_tokenizers.chatml(forbids.replace(".split('</think>')[-1]", ""))
+    example = chat("a", "<think>\nb\n</think>\n\nc")
+    with pytest.raises(errors.SampleError, match=r"dataset\.reasoning: drop$"):
+        renderer(tokenizer).render(example)
+    render = renderer(tokenizer, reasoning=configs.Reasoning.DROP)
+    assert trained_text(render, render.render(example)) == "c<|im_end|>"
