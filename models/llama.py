@@ -20,6 +20,7 @@ from models.llama_configs import LlamaConfig
 from mtuner_jax.adapters import lora
 from mtuner_jax.ops import dropout, tapes
 from mtuner_jax.ops.attention import api as attention
+from mtuner_jax.ops.attention import cached
 from mtuner_jax.ops.attention.operands import Attended, Qkv
 from mtuner_jax.ops.low_rank import api as low_rank
 from mtuner_jax.ops.low_rank.operands import LayerAdapters
@@ -35,12 +36,14 @@ class Context(NamedTuple):
       sin_BTH: Rotary sines, [B, T, H / 2], at least float32.
       segment_ids: Document of each token, int32 [B, T].
       places: Where each token comes from, for dropout.
+      cache: Keys and values of the tokens before, where answers are generated.
     """
 
     cos_BTH: jax.Array
     sin_BTH: jax.Array
     segment_ids: jax.Array
     places: dropout.Places
+    cache: cached.KeyValues | None = None
 
 
 class RMSNorm(nnx.Module):
@@ -108,6 +111,13 @@ class Attention(nnx.Module):
         v = self.v_proj(x_BTD, adapters).reshape(heads)
         qkv = Qkv(q, k, tape.keep("value", v))
         ids = context.segment_ids
+        if context.cache is not None:
+            positions = context.places.positions
+            out_BTNH, cache = cached.attend(
+                qkv, context.cache, positions, window=self.spec.window
+            )
+            tape.recorded |= cache._asdict()
+            return self.o_proj(out_BTNH.reshape(*x_BTD.shape[:2], -1), adapters)
         out_BTNH = tape.keep_pair(
             "attention",
             lambda: attention.attend(qkv, ids, self.spec),
@@ -214,7 +224,7 @@ class Llama:
             for name, shape in self.config.linears.items()
         )
 
-    def context(self, batch: Any) -> Context:
+    def context(self, batch: Any, *, cache: cached.KeyValues | None = None) -> Context:
         """Rotary angles, segments and places of a batch."""
         config = self.config
         angles = rotary.angles(
@@ -228,7 +238,12 @@ class Llama:
             sin_BTH=angles.sin_BTH,
             segment_ids=batch.segment_ids,
             places=dropout.Places(batch.sample_ids, batch.positions),
+            cache=cache,
         )
+
+    def cache_shape(self) -> tuple[int, int]:
+        """Key and value heads (K) and their features (H)."""
+        return self.config.num_kv_heads, self.config.head_dim
 
     def embed(self, table_VD: jax.Array, ids_BT: jax.Array) -> jax.Array:
         """[B, T] -> [B, T, D]."""

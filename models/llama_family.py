@@ -31,6 +31,10 @@ class LlamaShape:
         """The decoder; attention is computed by `xla` or `cudnn`."""
         return llama.Llama(self.config, attention_implementation=attention)
 
+    def to_hf(self) -> dict[str, Any]:
+        """The content of a Hugging Face `config.json` of this shape."""
+        return llama_configs.to_hf(self.config)
+
     def tensors(self) -> tuple[llama_hf_names.HfTensor, ...]:
         """Every tensor of a Hugging Face checkpoint, and where it goes."""
         return llama_hf_names.tensors(self.config)

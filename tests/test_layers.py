@@ -21,7 +21,7 @@ ROWS = (
     {"mtuner_jax.protocols"},
     {"mtuner_jax.weights", "mtuner_jax.data", "models"},
     {"mtuner_jax.engines", "mtuner_jax.checkpoints"},
-    {"mtuner_jax.inspection", "mtuner_jax.calibration"},
+    {"mtuner_jax.inspection", "mtuner_jax.calibration", "mtuner_jax.generation"},
     {"mtuner_jax.training"},
     {"mtuner_jax.runs"},
     {"scripts"},

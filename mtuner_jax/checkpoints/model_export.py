@@ -47,20 +47,21 @@ class ModelOptions:
 
     Attributes:
       dtype: `float32`, `float16`, `bfloat16`.
-      max_shard_bytes: Largest file, and host memory needed while writing.
+      max_shard_size: Largest file, and host memory needed while writing: bytes, or a
+        text such as `5GB`.
       tokenizer: Anything with `save_pretrained`; None writes no tokenizer.
       generation: Content of `generation_config.json`.
     """
 
     dtype: str = "bfloat16"
-    max_shard_bytes: int = 5_000_000_000
+    max_shard_size: int | str = "5GB"
     tokenizer: Any = None
     generation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         check_dtype(self.dtype)
-        if self.max_shard_bytes < 1:
-            raise ExportError(f"max_shard_bytes={self.max_shard_bytes} must be above 0")
+        if isinstance(self.max_shard_size, int) and self.max_shard_size < 1:
+            raise ExportError(f"max_shard_size={self.max_shard_size} must be above 0")
 
 
 def check_dtype(dtype: str) -> None:
@@ -98,7 +99,7 @@ def write_model(
         shapes,
         get_storage_size=lambda shape: math.prod(shape) * dtype.itemsize,
         filename_pattern="model{suffix}.safetensors",
-        max_shard_size=options.max_shard_bytes,
+        max_shard_size=options.max_shard_size,
     )
     with folders.replaced(folder, owned=_MODEL_FILES) as temporary:
         for file, keys in split.filename_to_tensors.items():

@@ -6,6 +6,7 @@ nothing below ever sees a dict or a string flag.
 """
 
 from mtuner_jax.configs.errors import ConfigError, RunError, UserError
+from mtuner_jax.configs.outputs import ExportConfig, GenerateConfig, ModelChoice
 from mtuner_jax.configs.planning import PlanConfig
 from mtuner_jax.configs.runs import (
     DatasetConfig,
@@ -22,7 +23,10 @@ from mtuner_jax.configs.runs import (
 __all__ = [
     "ConfigError",
     "DatasetConfig",
+    "ExportConfig",
+    "GenerateConfig",
     "LoraConfig",
+    "ModelChoice",
     "OnBadSample",
     "OptimizerConfig",
     "Overlong",

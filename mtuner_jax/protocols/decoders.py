@@ -7,6 +7,7 @@ import jax
 
 from mtuner_jax.adapters import lora
 from mtuner_jax.ops import tapes
+from mtuner_jax.ops.attention import cached
 from mtuner_jax.ops.low_rank.operands import LayerAdapters
 from mtuner_jax.protocols.states import Batch, Params
 
@@ -41,8 +42,16 @@ class Decoder(Protocol):
         """The linears of a layer that adapters may sit on."""
         ...
 
-    def context(self, batch: Batch) -> Any:
-        """What all layers share for a batch: rotary angles, segments, places."""
+    def context(self, batch: Batch, *, cache: cached.KeyValues | None = None) -> Any:
+        """What all layers share for a batch: rotary angles, segments, places.
+
+        With a cache, a layer attends to what is in it, too, and records the cache with
+        the new tokens on its tape, by the names of its fields.
+        """
+        ...
+
+    def cache_shape(self) -> tuple[int, int]:
+        """Key and value heads (K) and their features (H)."""
         ...
 
     def embed(self, table_VD: jax.Array, ids_BT: jax.Array) -> jax.Array:

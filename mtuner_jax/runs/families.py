@@ -61,6 +61,10 @@ class ModelShape(Protocol):
         """The decoder; attention is computed by `xla` or `cudnn`."""
         ...
 
+    def to_hf(self) -> dict[str, Any]:
+        """The content of a Hugging Face `config.json` of this shape."""
+        ...
+
     def tensors(self) -> Sequence[sources.HfName]:
         """Every tensor of a Hugging Face checkpoint, and where it goes."""
         ...

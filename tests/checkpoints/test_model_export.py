@@ -55,7 +55,7 @@ def test_model_is_split_into_files_with_an_index(tiny, tmp_path):
     config = tiny.config()
     tensors = tiny.tensors(config)
     source = safetensors_files.Folder(tiny.folder(tmp_path / "in", config, tensors))
-    write(tmp_path / "out", config, source, max_shard_bytes=20_000)
+    write(tmp_path / "out", config, source, max_shard_size=20_000)
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 2
     assert all(file.stat().st_size < 25_000 for file in files)
@@ -140,5 +140,5 @@ def test_weights_that_overflow_are_refused_and_nothing_is_written(tiny, tmp_path
 def test_unknown_dtypes_and_sizes_are_refused():
     with pytest.raises(model_export.ExportError, match="dtype='int4'"):
         model_export.ModelOptions(dtype="int4")
-    with pytest.raises(model_export.ExportError, match="max_shard_bytes=0"):
-        model_export.ModelOptions(max_shard_bytes=0)
+    with pytest.raises(model_export.ExportError, match="max_shard_size=0"):
+        model_export.ModelOptions(max_shard_size=0)
