@@ -234,6 +234,12 @@ class RunConfig(OptimizerConfig):
       resume_from_checkpoint: `auto` or `latest`, `none`, or a checkpoint's folder.
       init_adapter: Adapter whose weights a new run begins with: a PEFT folder, a run's
         folder or a checkpoint; optimizer and data start anew.
+      generation_steps: Optimizer steps between answers to `generation_prompts`, written
+        to samples.jsonl; 0 for none.
+      generation_prompts: Questions, or a file with one a line.
+      generation_max_new_tokens: Tokens of such an answer.
+      compare_answers: Answer a held-out question with and without the adapter at the
+        end, where the model fits on one device.
       report_to: `tensorboard` or `none`; metrics.jsonl is always written.
       plot_loss: Write training_loss.png at the end.
       deterministic: On GPUs, slower kernels that repeat bit for bit.
@@ -280,6 +286,10 @@ class RunConfig(OptimizerConfig):
     watchdog_minutes: float = 5.0
     resume_from_checkpoint: str = "auto"
     init_adapter: str = ""
+    generation_steps: int = 0
+    generation_prompts: tuple[str, ...] = ()
+    generation_max_new_tokens: int = 48
+    compare_answers: bool = True
     report_to: str = "tensorboard"
     plot_loss: bool = True
     deterministic: bool = False
@@ -291,14 +301,14 @@ class RunConfig(OptimizerConfig):
             1,
             self,
             *"max_length per_device_train_batch_size gradient_accumulation_steps "
-            "logging_steps save_total_limit".split(),
+            "logging_steps save_total_limit generation_max_new_tokens".split(),
         )
         errors.at_least(
             0,
             self,
             *"global_batch_size max_steps save_steps eval_steps max_eval_batches "
             "val_size memory_budget show_samples save_minutes early_stopping_patience "
-            "early_stopping_threshold watchdog_minutes".split(),
+            "early_stopping_threshold watchdog_minutes generation_steps".split(),
         )
         errors.within(0, 2**32, self, "seed")
         errors.require(

@@ -10,9 +10,9 @@ import jax
 
 from mtuner_jax.adapters import lora
 from mtuner_jax.checkpoints import hf_import
-from mtuner_jax.configs import ConfigError, GenerateConfig
+from mtuner_jax.configs import ConfigError, GenerateConfig, Platform
 from mtuner_jax.data import rendering
-from mtuner_jax.devices import meshes
+from mtuner_jax.devices import meshes, starting
 from mtuner_jax.generation import decoding, sampling
 from mtuner_jax.planning import plans
 from mtuner_jax.protocols.decoders import Decoder
@@ -107,10 +107,11 @@ def answerer(config: GenerateConfig, family: Family) -> Answerer:
     Raises:
       UserError: As `choosing.choose` and the loading of weights.
     """
+    devices = starting.start("1", Platform.AUTO, deterministic=False)
     chosen = choosing.choose(config, family)
     dtype = config.dtype
     if dtype == "auto":
-        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        dtype = "bfloat16" if devices.on_gpu else "float32"
     source: Any = chosen.opened.source
     model, weights = load(chosen.opened.shape, source, dtype=dtype)
     trained = chosen.trained

@@ -18,7 +18,14 @@ from mtuner_jax.engines import flops
 from mtuner_jax.hardware import cards
 from mtuner_jax.protocols.engines import State
 from mtuner_jax.protocols.states import Params
-from mtuner_jax.runs import opening, pricing, requests, silent_adapters, warm_starts
+from mtuner_jax.runs import (
+    answers,
+    opening,
+    pricing,
+    requests,
+    silent_adapters,
+    warm_starts,
+)
 from mtuner_jax.runs.families import Family
 from mtuner_jax.runs.lora_engines import EngineBuilder, LoraJob
 from mtuner_jax.training import (
@@ -207,7 +214,14 @@ def _run_steps(session: _Session, stop: stopping.Stop) -> int:
         keeper=keeper,
         learning_rate=job.learning_rate,
         stop=stop,
-        hooks=(silent_adapters.hook(session.builder.model.adapters),),
+        hooks=(
+            silent_adapters.hook(session.builder.model.adapters),
+            *answers.hooks(
+                session.builder,
+                session.data,
+                lambda state: session.executor.engine.export(state),
+            ),
+        ),
     )
     with keeper.checkpoints:
         state = _first_state(session, loop)
@@ -249,6 +263,9 @@ def _run_steps(session: _Session, stop: stopping.Stop) -> int:
         )
         return stopping.STOPPED
     _summarize(session.builder, loop)
+    if job.config.compare_answers:
+        session.executor.engine.release()
+        answers.log_comparison(session.builder, session.data, adapters)
     return 0
 
 
