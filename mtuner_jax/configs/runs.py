@@ -98,8 +98,8 @@ class DatasetConfig:
       chat_template: Jinja file that replaces the tokenizer's own template, or the
         name of one of several that it has.
       template_date: The day that chat templates are told, as YYYY-MM-DD.
-      reasoning: Keep `reasoning_content` of messages, which the chat template then
-        has to show, or drop it.
+      reasoning: Keep `reasoning_content` of messages, or the `<think>` block that
+        begins an answer, which the chat template then has to show, or drop it.
       special_tokens_in_content: Have special tokens within messages be tokens, not
         text; a message can then end its turn and begin another one.
       overlong: What to do with samples longer than `max_length`.

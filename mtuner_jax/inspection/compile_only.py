@@ -6,14 +6,17 @@ Needs the wheels `jax-cuda12-plugin` and `jax-cuda12-pjrt` of jax's own version
 compiled here can run.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import os
 import time
+from collections.abc import Iterator
 
 import jax
 import optax
 from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from mtuner_jax.configs import ConfigError
@@ -129,7 +132,8 @@ def compile_train(
         spec=spec, optimizer=optimizer, max_length=max_length, load_weights=dict
     )
     start = time.perf_counter()
-    compiled = engine.compile()
+    with _uncached():
+        compiled = engine.compile()
     compile_s = time.perf_counter() - start
     hlo = compiled.as_text() or ""
     return CompileOnly(
@@ -138,6 +142,23 @@ def compile_train(
         hlo=hlo,
         compile_s=compile_s,
     )
+
+
+@contextlib.contextmanager
+def _uncached() -> Iterator[None]:
+    """Keeps JAX's cache of compiled programs out of it.
+
+    What is compiled for an absent device is written to the cache but can't be read
+    back: that needs a client of the device.
+    """
+    enabled = jax.config.jax_enable_compilation_cache  # pyrefly: ignore
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # it asks for the option only once
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", enabled)
+        compilation_cache.reset_cache()
 
 
 def target_config(card: Card) -> str:

@@ -193,6 +193,23 @@ def test_ada_cards_compile_as_their_forecast_says(card):
     assert compiled.allocated.total == pytest.approx(same.allocated.total, rel=0.02)
 
 
+def test_a_cache_of_compiled_programs_is_left_alone(nothing_kept, tmp_path):
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: jax.config.values[name] for name in names}
+    try:
+        for name, value in zip(names, (str(tmp_path), 0.0), strict=True):
+            jax.config.update(name, value)
+        optimizer = optimizers.adamw(OptimizerConfig(), lambda step: 1e-4)
+        spec = dataclasses.replace(nothing_kept.spec)
+        compile_only.compile_train(spec, optimizer, max_length=TOKENS)
+        assert not list(tmp_path.iterdir())  # a second reader could not load it
+        jax.jit(lambda x: x * 3)(1.0)
+        assert list(tmp_path.iterdir())  # what this process can run is kept as before
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+
 def test_one_more_axis_at_rest_adds_one_more_share_of_the_weights(
     nothing_kept, more_kept
 ):
