@@ -9,12 +9,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
-from mtuner_jax.configs import ConfigError
+from mtuner_jax.configs import ConfigError, RunConfig
 from mtuner_jax.data import loading
 from mtuner_jax.generation import decoding, sampling
-from mtuner_jax.numbers import sizes
 from mtuner_jax.protocols.engines import State
 from mtuner_jax.runs import generating
 from mtuner_jax.runs.lora_engines import EngineBuilder
@@ -37,16 +35,10 @@ class Answers:
     builder: EngineBuilder
     data: loading.RunData
 
-    @functools.cached_property
-    def dtype(self) -> str:
-        """Of the copy: what its device computes fast in."""
-        return "bfloat16" if self.builder.job.devices.on_gpu else "float32"
-
     @property
-    def num_bytes(self) -> int:
-        """Device memory that the copy takes."""
-        each = np.dtype(jax.numpy.dtype(self.dtype)).itemsize
-        return self.builder.job.opened.shape.num_parameters * each
+    def dtype(self) -> str:
+        """Of the copy."""
+        return self.builder.job.copy_dtype
 
     @functools.cached_property
     def generator(self) -> decoding.Generator:
@@ -85,15 +77,13 @@ def hooks(
       adapters_of: State -> adapters on the host.
 
     Raises:
-      ConfigError: The prompts cannot be read, or the copy of the base that answers
-        has no room beside the plan.
+      ConfigError: The prompts cannot be read.
     """
     config, run = builder.job.config, builder.job.run
     if not config.generation_steps:
         return ()
     answers = Answers(builder=builder, data=data)
-    _check_room(answers)
-    prompts = _prompts(config.generation_prompts)
+    prompts = read_prompts(config)
     tokenized = [
         data.renderer.prompt_ids([{"role": "user", "content": prompt}])
         for prompt in prompts
@@ -156,36 +146,25 @@ def _fits_alone(answers: Answers) -> bool:
         return job.opened.shape.num_parameters <= _MAX_CPU_PARAMETERS
     stats = jax.local_devices()[0].memory_stats() or {}
     free = stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
-    return answers.num_bytes <= _MAX_SHARE * free
+    return job.copy_bytes <= _MAX_SHARE * free
 
 
-def _check_room(answers: Answers) -> None:
-    """Refuses a copy that the plan leaves no room for."""
-    job = answers.builder.job
-    stats = jax.local_devices()[0].memory_stats() or {}
-    pool = stats.get("bytes_limit", 0)
-    if not job.devices.on_gpu or not pool:
-        return
-    budget = job.config.memory_budget * 2**30
-    if not budget or budget + answers.num_bytes > pool:
-        room = (pool - answers.num_bytes) / 2**30
-        raise ConfigError(
-            f"generation_steps={job.config.generation_steps} answers with a copy of "
-            f"the base on one device, {sizes.gib(answers.num_bytes)} of its pool of "
-            f"{sizes.gib(pool)}; leave room with --memory_budget {max(room, 0):.1f}, "
-            "or set generation_steps=0 and use scripts/generate.py"
-        )
+def read_prompts(config: RunConfig) -> list[str]:
+    """`generation_prompts` as they are, or the lines of the file that they name.
 
-
-def _prompts(given: tuple[str, ...]) -> list[str]:
-    """Prompts as they are, or the lines of a file."""
+    Raises:
+      ConfigError: Answers are asked for and there is no prompt.
+    """
+    given = config.generation_prompts
+    if not config.generation_steps:
+        return []
+    path = pathlib.Path(given[0] if given else "").expanduser()
+    if len(given) == 1 and path.is_file():
+        lines = path.read_text(encoding="utf-8").splitlines()
+        given = tuple(line for line in lines if line.strip())
     if not given:
         raise ConfigError(
-            "generation_steps needs generation_prompts: questions, or a file with one "
-            "a line"
+            f"generation_steps={config.generation_steps} needs generation_prompts: "
+            "questions, or a file with one a line"
         )
-    path = pathlib.Path(given[0]).expanduser()
-    if len(given) > 1 or not path.is_file():
-        return list(given)
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [line for line in lines if line.strip()]
+    return list(given)

@@ -94,6 +94,7 @@ def _prepare(
         _logger.info("%s", line)
     opened = opening.open_model(family, config)
     pricing.check_named(config, devices.spec, device_kind=devices.gpu_kind)
+    answers.read_prompts(config)  # refused here, not after the plan
     _check_size(config, opened, on_gpu=devices.on_gpu)
     if resume is not None:  # of all but the data, before it is read
         saved = step_dirs.read_meta(resume)["run"]

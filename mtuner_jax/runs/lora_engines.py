@@ -11,6 +11,7 @@ import pathlib
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
@@ -65,9 +66,21 @@ class LoraJob:
         """Of the frozen weights and of computation."""
         return requests.dtype_of(self.config.dtype, on_gpu=self.devices.on_gpu)
 
+    @property
+    def copy_dtype(self) -> str:
+        """Of the copy of the base that answers: what one device computes fast in."""
+        return "bfloat16" if self.devices.on_gpu else "float32"
+
+    @property
+    def copy_bytes(self) -> int:
+        """Memory of that copy, on one device."""
+        itemsize = jnp.dtype(self.copy_dtype).itemsize
+        return self.opened.shape.num_parameters * itemsize
+
     def request(self) -> requests.StepRequest:
         """The step that is to be planned."""
         config, devices = self.config, self.devices
+        answers = bool(config.generation_steps) and devices.on_gpu
         return requests.StepRequest(
             name=self.opened.name,
             mesh=devices.spec,
@@ -85,6 +98,7 @@ class LoraJob:
             ),
             hardware=config.hardware,
             memory_budget=config.memory_budget,
+            answers_bytes=self.copy_bytes if answers else 0,
             memory_fraction=devices.memory_fraction,
             device_kind=devices.gpu_kind,
         )

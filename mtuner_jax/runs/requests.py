@@ -32,6 +32,7 @@ class StepRequest:
       hardware: A machine's name or file, or `auto`.
       memory_budget: GiB per device that the compiled step may take; 0 for the pool of
         XLA's allocator less the hardware's reserve.
+      answers_bytes: Per device, that `generation_steps` takes beside the step.
       memory_fraction: Share of a card's memory in that pool; 0 for the hardware's.
       device_kind: What JAX calls the GPUs of this machine; empty if the step is not
         for them.
@@ -46,6 +47,7 @@ class StepRequest:
     attention: str = "cudnn"
     hardware: str = "auto"
     memory_budget: float = 0.0
+    answers_bytes: int = 0
     memory_fraction: float = 0.0
     device_kind: str = ""
 
@@ -194,33 +196,47 @@ def priced(workload: Workload, request: StepRequest) -> PlanningInputs:
         workload=workload,
         hardware=machine,
         mesh_sizes=request.mesh_sizes,
-        budget_bytes=budget_bytes(machine, request.memory_budget),
+        budget_bytes=budget_bytes(
+            machine, request.memory_budget, answers_bytes=request.answers_bytes
+        ),
     )
 
 
-def budget_bytes(machine: Hardware, memory_budget: float) -> int:
+def budget_bytes(
+    machine: Hardware, memory_budget: float, *, answers_bytes: int = 0
+) -> int:
     """Bytes per device that the compiled step may take.
 
     Args:
       machine: Whose card and pool.
-      memory_budget: GiB per device; 0 for the pool less the reserve.
+      memory_budget: GiB per device; 0 for the pool less the reserve and the answers.
+      answers_bytes: What the copy of the base that answers while training takes.
 
     Raises:
-      ConfigError: Less than 64 MiB, no number, or more than the card has.
+      ConfigError: Less than 64 MiB, no number, more than the card has, or more than
+        the answers leave.
     """
-    if memory_budget == 0:
-        return machine.budget_bytes
     given = memory_budget * 2**30
+    left = machine.budget_bytes - answers_bytes
+    if answers_bytes and left < max(given, LEAST_BUDGET_BYTES):
+        raise ConfigError(
+            f"generation_steps answers with a copy of the base on one device, which "
+            f"takes {sizes.gib(answers_bytes)} and leaves {max(left, 0) / 2**30:.1f} "
+            f"GiB, but memory_budget={memory_budget}; lower it, or set "
+            "generation_steps=0 and use scripts/generate.py"
+        )
+    if memory_budget == 0:
+        return left
     if not math.isfinite(given) or given < LEAST_BUDGET_BYTES:
         raise ConfigError(
             f"memory_budget={memory_budget} GiB per device: from "
             f"{sizes.gib(LEAST_BUDGET_BYTES)} ({LEAST_BUDGET_BYTES / 2**30}) on, or 0 "
-            f"for {sizes.gib(machine.budget_bytes)}, the pool less the reserve"
+            f"for {sizes.gib(left)}, the pool less the reserve"
         )
     if given > machine.memory_bytes:
         raise ConfigError(
             f"memory_budget={memory_budget} GiB per device, but {machine.device} has "
             f"{sizes.gib(machine.memory_bytes)}; lower it, or 0 for "
-            f"{sizes.gib(machine.budget_bytes)}, the pool less the reserve"
+            f"{sizes.gib(left)}, the pool less the reserve"
         )
     return int(given)

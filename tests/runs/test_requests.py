@@ -6,6 +6,7 @@ from models import llama_family, llama_sizes
 from mtuner_jax.adapters import lora
 from mtuner_jax.configs import ConfigError, LoraConfig
 from mtuner_jax.devices import meshes
+from mtuner_jax.hardware import machines
 from mtuner_jax.runs import requests
 
 
@@ -47,6 +48,18 @@ def test_shapes_tell_models_of_as_many_layers_apart():
         "llama2-7b": "L32 D4096 F11008 N32 K32 H128 V32000",
         "llama3.1-8b": "L32 D4096 F14336 N32 K8 H128 V128256",
     }
+
+
+def test_answers_while_training_have_their_room_beside_the_step():
+    machine = machines.find("h200x1", mesh_sizes=(1,))
+    all_of_it, copy = machine.budget_bytes, 14 * 2**30
+    assert requests.budget_bytes(machine, 0) == all_of_it
+    assert requests.budget_bytes(machine, 0, answers_bytes=copy) == all_of_it - copy
+    most = (all_of_it - copy) / 2**30
+    assert requests.budget_bytes(machine, 80, answers_bytes=copy) == 80 * 2**30
+    for budget, taken in ((most + 1, copy), (0, all_of_it)):
+        with pytest.raises(ConfigError, match=r"a copy of the base .* leaves"):
+            requests.budget_bytes(machine, budget, answers_bytes=taken)
 
 
 def test_a_step_of_more_rows_than_the_data_has_is_bounded():
