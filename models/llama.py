@@ -21,7 +21,7 @@ from mtuner_jax.adapters import lora
 from mtuner_jax.ops import dropout, tapes
 from mtuner_jax.ops.attention import api as attention
 from mtuner_jax.ops.attention import cached
-from mtuner_jax.ops.attention.operands import Attended, Qkv
+from mtuner_jax.ops.attention.operands import Attended, Documents, Qkv
 from mtuner_jax.ops.low_rank import api as low_rank
 from mtuner_jax.ops.low_rank.operands import LayerAdapters
 
@@ -34,14 +34,14 @@ class Context(NamedTuple):
     Attributes:
       cos_BTH: Rotary cosines, [B, T, H / 2], at least float32.
       sin_BTH: Rotary sines, [B, T, H / 2], at least float32.
-      segment_ids: Document of each token, int32 [B, T].
+      documents: Which tokens see each other.
       places: Where each token comes from, for dropout.
       cache: Keys and values of the tokens before, where answers are generated.
     """
 
     cos_BTH: jax.Array
     sin_BTH: jax.Array
-    segment_ids: jax.Array
+    documents: Documents
     places: dropout.Places
     cache: cached.KeyValues | None = None
 
@@ -110,7 +110,7 @@ class Attention(nnx.Module):
             k = tape.keep("key", rotate(k, context))
         v = self.v_proj(x_BTD, adapters).reshape(heads)
         qkv = Qkv(q, k, tape.keep("value", v))
-        ids = context.segment_ids
+        documents = context.documents
         if context.cache is not None:
             positions = context.places.positions
             out_BTNH, cache = cached.attend(
@@ -120,9 +120,9 @@ class Attention(nnx.Module):
             return self.o_proj(out_BTNH.reshape(*x_BTD.shape[:2], -1), adapters)
         out_BTNH = tape.keep_pair(
             "attention",
-            lambda: attention.attend(qkv, ids, self.spec),
+            lambda: attention.attend(qkv, documents, self.spec),
             lambda out, stats: attention.attend_saved(
-                qkv, ids, Attended(out, stats), self.spec
+                qkv, documents, Attended(out, stats), self.spec
             ),
         )
         return self.o_proj(out_BTNH.reshape(*x_BTD.shape[:2], -1), adapters)
@@ -177,12 +177,20 @@ class DecoderLayer(nnx.Module):
 class Llama:
     """The decoder as pure functions (`protocols.decoders.Decoder`)."""
 
-    def __init__(self, config: LlamaConfig, *, attention_implementation: str = "xla"):
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        attention_implementation: str = "xla",
+        most_documents: int = 0,
+    ):
         self.config = config
-        spec = attention.Spec(
-            implementation=attention_implementation, window=config.sliding_window
+        self._attention = attention.Spec(
+            implementation=attention_implementation,
+            window=config.sliding_window,
+            most_documents=most_documents,
         )
-        layer = nnx.eval_shape(lambda: DecoderLayer(config, spec))
+        layer = nnx.eval_shape(lambda: DecoderLayer(config, self._attention))
         self._graph, state = nnx.split(layer)
         self._layer_shapes = _flatten(nnx.to_pure_dict(state))
 
@@ -236,7 +244,7 @@ class Llama:
         return Context(
             cos_BTH=angles.cos_BTH,
             sin_BTH=angles.sin_BTH,
-            segment_ids=batch.segment_ids,
+            documents=attention.locate(batch.segment_ids, self._attention),
             places=dropout.Places(batch.sample_ids, batch.positions),
             cache=cache,
         )

@@ -27,9 +27,18 @@ class LlamaShape:
         """The same model with another number of layers."""
         return LlamaShape(dataclasses.replace(self.config, num_layers=num_layers))
 
-    def decoder(self, *, attention: str) -> llama.Llama:
-        """The decoder; attention is computed by `xla` or `cudnn`."""
-        return llama.Llama(self.config, attention_implementation=attention)
+    def decoder(self, *, attention: str, most_documents: int = 0) -> llama.Llama:
+        """The decoder.
+
+        Args:
+          attention: What computes attention, a key of `ops.attention.api.BACK_ENDS`.
+          most_documents: Documents in a row at most; 0 where nobody knows.
+        """
+        return llama.Llama(
+            self.config,
+            attention_implementation=attention,
+            most_documents=most_documents,
+        )
 
     def to_hf(self) -> dict[str, Any]:
         """The content of a Hugging Face `config.json` of this shape."""

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from mtuner_jax.calibration.benches import Bench, Figures, Section
 from mtuner_jax.ops.attention import api as attention_ops
-from mtuner_jax.ops.attention.operands import Qkv
+from mtuner_jax.ops.attention.operands import Documents, Qkv
 
 _TINY = (128, 16)  # an operand whose products take no time and are not split
 _TINY_CHAIN = 16
@@ -41,7 +41,7 @@ def attention(bench: Bench, _: Figures) -> Section:
     spec = attention_ops.Spec(implementation="cudnn" if bench.on_gpu else "xla")
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return attention_ops.attend(Qkv(q, k, v), ids, spec).out_BTNH
+        return attention_ops.attend(Qkv(q, k, v), Documents(ids), spec).out_BTNH
 
     # Barriers and a number that takes part of each result keep the loop's steps, which
     # all do the same, apart; results carried on would be copied.

@@ -23,7 +23,8 @@ class PlanConfig:
       lora: The adapters.
       dtype: `auto` (bfloat16), `bfloat16` or `float32`, of frozen weights and
         activations.
-      attention: `auto` (cuDNN unless rows are packed), `xla` or `cudnn`.
+      attention: `auto` (the fastest that train.py would find), `xla`, `cudnn` or
+        `flash`.
       packing: Whether rows hold several samples, which cuDNN attention cannot do.
       plan: `auto` searches; a plan's JSON file is priced instead.
       output: Where to write the plan for `train.py --plan`; empty for nowhere.
@@ -59,4 +60,4 @@ class PlanConfig:
                 "plans cost is always part of the table"
             )
         errors.one_of(self, "dtype", ("auto", "float32", "bfloat16"))
-        errors.one_of(self, "attention", ("auto", "xla", "cudnn"))
+        errors.one_of(self, "attention", ("auto", "xla", "cudnn", "flash"))

@@ -188,7 +188,7 @@ class RunConfig(OptimizerConfig):
       mesh: Preset (`pcie8`, `nvlink8`, ...), `auto`, or sizes such as `2x2x2`.
       platform: Where to run; `auto` finds out.
       dtype: `auto` (bfloat16 on GPUs, float32 on CPUs), `float32`, `bfloat16`.
-      attention: `auto`, `xla` or `cudnn`.
+      attention: `auto`, `xla`, `cudnn` or `flash`.
       plan: `auto` (the fastest that fits), `fsdp` (nothing kept), `replicated`, or a
         plan's JSON file.
       hardware: Machine whose figures `auto` plans for: a preset, a file that
@@ -329,7 +329,7 @@ class RunConfig(OptimizerConfig):
             "one of them must be above 0",
         )
         errors.one_of(self, "dtype", ("auto", "float32", "bfloat16"))
-        errors.one_of(self, "attention", ("auto", "xla", "cudnn"))
+        errors.one_of(self, "attention", ("auto", "xla", "cudnn", "flash"))
         errors.one_of(self, "report_to", ("tensorboard", "none"))
         errors.require(
             not (self.eval_dataset and self.val_size),

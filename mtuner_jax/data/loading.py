@@ -20,6 +20,7 @@ from mtuner_jax.data import (
     rendering,
     summaries,
 )
+from mtuner_jax.numbers.documents import RowDocuments
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,15 @@ class RunData:
     eval: pipelines.EvalData | None
     renderer: rendering.Renderer
     dataset: ingestion.Dataset
+
+    @property
+    def documents(self) -> RowDocuments:
+        """What training rows hold; no row has more documents, of evaluation neither."""
+        trained = self.train.documents
+        if self.eval is None:
+            return trained
+        most = max(trained.most, self.eval.documents.most)
+        return dataclasses.replace(trained, most=most)
 
 
 def load(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,8 @@ import numpy as np
 
 from mtuner_jax.data import batches, errors, fingerprints, packing
 from mtuner_jax.data.samples import Samples
+from mtuner_jax.numbers import documents
+from mtuner_jax.numbers.documents import RowDocuments
 from mtuner_jax.protocols.states import Batch
 
 STATE_VERSION = 1
@@ -55,6 +58,11 @@ class TrainData:
         steps = epochs.batch(global_batch_size, drop_remainder=False, batch_fn=list)
         self.steps_per_epoch = len(steps)
         self._iterator = iter(steps.repeat().to_iter_dataset(_IN_THIS_THREAD))
+
+    @property
+    def documents(self) -> RowDocuments:
+        """What the rows hold."""
+        return _count(self.samples, self.rows, self.max_length)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -131,6 +139,11 @@ class EvalData:
     batch_size: int
     max_length: int
 
+    @property
+    def documents(self) -> RowDocuments:
+        """What the rows hold."""
+        return _count(self.samples, self.rows, self.max_length)
+
     def __len__(self) -> int:
         return -(-len(self.rows) // self.batch_size)
 
@@ -179,3 +192,9 @@ def named_seed(seed: int, name: str) -> int:
     """Derives a 32-bit seed for one purpose, the same on every platform."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return int.from_bytes(digest[:4], "little")
+
+
+def _count(samples: Samples, rows: packing.PackedRows, max_length: int) -> RowDocuments:
+    lengths, starts = samples.lengths[rows.samples].tolist(), rows.starts.tolist()
+    held = (lengths[start:end] for start, end in itertools.pairwise(starts))
+    return documents.count(held, max_length=max_length)

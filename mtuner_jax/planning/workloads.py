@@ -43,6 +43,7 @@ class Workload:
       weight_dtype: Dtype in which frozen weights are stored and gathered.
       activation_dtype: Dtype of the stream, of saved tensors, and of the arena.
       attention: Implementation of attention, a row of `costs.fitted.ATTENTION`.
+      attended: Share of a row's scores that lie within documents; 1 for rows of one.
       low_rank: Implementation of adapters, a row of `costs.fitted.LOW_RANK`.
       dropout: Whether adapters have dropout.
       qk_norm: Whether queries and keys are normed, head by head, before rotation.
@@ -63,6 +64,7 @@ class Workload:
     weight_dtype: str = "bfloat16"
     activation_dtype: str = "bfloat16"
     attention: str = "cudnn"
+    attended: float = 1.0
     low_rank: str = "xla"
     dropout: bool = False
     qk_norm: bool = False

@@ -57,8 +57,13 @@ class ModelShape(Protocol):
         """The same model with another number of layers."""
         ...
 
-    def decoder(self, *, attention: str) -> Decoder:
-        """The decoder; attention is computed by `xla` or `cudnn`."""
+    def decoder(self, *, attention: str, most_documents: int = 0) -> Decoder:
+        """The decoder.
+
+        Args:
+          attention: What computes attention, a key of `ops.attention.api.BACK_ENDS`.
+          most_documents: Documents in a row at most; 0 where nobody knows.
+        """
         ...
 
     def to_hf(self) -> dict[str, Any]:

@@ -115,6 +115,7 @@ def _prepare(
         opened=opened,
         devices=devices,
         rows=rows,
+        documents=data.documents,
         optimizer=optimizers.adamw(config, learning_rate),
         learning_rate=learning_rate,
         run=run,

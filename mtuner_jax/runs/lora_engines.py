@@ -26,6 +26,7 @@ from mtuner_jax.engines.elastic.step_specs import StepSpec
 from mtuner_jax.hardware import hosts
 from mtuner_jax.inspection import compile_only
 from mtuner_jax.numbers import sizes
+from mtuner_jax.numbers.documents import RowDocuments
 from mtuner_jax.ops.attention import api as attention
 from mtuner_jax.planning import plans, reports
 from mtuner_jax.planning.costs import forecasts, timelines
@@ -48,6 +49,7 @@ class LoraJob:
       opened: The model.
       devices: Those it runs on.
       rows: Rows in an optimizer step.
+      documents: What they hold.
       optimizer: Of the adapters.
       learning_rate: Optimizer steps done -> the next step's rate.
       run: Where the plan is written.
@@ -57,6 +59,7 @@ class LoraJob:
     opened: OpenedModel
     devices: StartedDevices
     rows: int
+    documents: RowDocuments
     optimizer: optax.GradientTransformation
     learning_rate: optax.Schedule
     run: run_dirs.RunDir
@@ -90,12 +93,12 @@ class LoraJob:
             dtype=self.dtype,
             attention=attention.choose(
                 config.attention,
-                on_gpu=devices.on_gpu,
+                device=attention.Device(on_gpu=devices.on_gpu, hopper=devices.hopper),
                 packing=config.packing,
                 dtype=self.dtype,
                 head_dim=self.opened.shape.head_dim,
-                hopper=devices.hopper,
             ),
+            documents=self.documents,
             hardware=config.hardware,
             memory_budget=config.memory_budget,
             answers_bytes=self.copy_bytes if answers else 0,

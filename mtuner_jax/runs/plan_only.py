@@ -13,6 +13,7 @@ from mtuner_jax.devices import detection, meshes, platforms
 from mtuner_jax.engines.elastic.step_specs import StepSpec
 from mtuner_jax.hardware import boxes, cards, machines
 from mtuner_jax.inspection import compile_only
+from mtuner_jax.numbers.documents import RowDocuments
 from mtuner_jax.ops.attention import api as attention
 from mtuner_jax.planning import plans, reports
 from mtuner_jax.plots import plan_pictures, plan_plots
@@ -138,12 +139,17 @@ def _request(config: PlanConfig, *, head_dim: int) -> requests.StepRequest:
         dtype=dtype,
         attention=attention.choose(
             config.attention,
-            on_gpu=True,
+            device=attention.Device(
+                on_gpu=True,
+                hopper=_hopper(config.hardware, mesh.name, card),
+                elsewhere=not card,
+            ),
             packing=config.packing,
             dtype=dtype,
             head_dim=head_dim,
-            hopper=_hopper(config.hardware, mesh.name, card),
         ),
+        # Lengths are not known here: as long as rows, the most that attention costs.
+        documents=RowDocuments(most=1),
         hardware=config.hardware,
         memory_budget=config.memory_budget,
         device_kind=card,
@@ -189,6 +195,11 @@ def _prepare_verify(device: str, implementation: str, *, head_dim: int) -> None:
     reason = compile_only.unavailable_reason()
     if reason:
         raise ConfigError(f"verify: {reason}")
+    if implementation == "flash":
+        raise ConfigError(
+            "verify: FlashAttention's kernels cannot be compiled without their GPU; "
+            "--attention xla gives a bound that is a little higher"
+        )
     if implementation == "cudnn" and not compile_only.has_cudnn():
         raise ConfigError(
             "verify: tracing cuDNN attention asks the library for its version; pip "

@@ -9,6 +9,7 @@ from mtuner_jax.devices import meshes, shardings
 from mtuner_jax.hardware import machines
 from mtuner_jax.hardware.machines import Hardware
 from mtuner_jax.numbers import sizes
+from mtuner_jax.numbers.documents import UNKNOWN, RowDocuments
 from mtuner_jax.planning import workloads
 from mtuner_jax.planning.workloads import Workload
 from mtuner_jax.protocols.decoders import Decoder
@@ -28,7 +29,8 @@ class StepRequest:
       max_length: Tokens in a row.
       lora: The adapters.
       dtype: Of frozen weights and activations.
-      attention: Implementation that computes it, `cudnn` or `xla`.
+      attention: Implementation that computes it, a key of `attention.BACK_ENDS`.
+      documents: What the rows hold.
       hardware: A machine's name or file, or `auto`.
       memory_budget: GiB per device that the compiled step may take; 0 for the pool of
         XLA's allocator less the hardware's reserve.
@@ -45,6 +47,7 @@ class StepRequest:
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     dtype: str = "bfloat16"
     attention: str = "cudnn"
+    documents: RowDocuments = UNKNOWN
     hardware: str = "auto"
     memory_budget: float = 0.0
     answers_bytes: int = 0
@@ -136,7 +139,9 @@ def resolve(shape: ModelShape, request: StepRequest) -> ResolvedModel:
     Raises:
       ConfigError: Target modules that the model does not have.
     """
-    decoder = shape.decoder(attention=request.attention)
+    decoder = shape.decoder(
+        attention=request.attention, most_documents=request.documents.most
+    )
     adapters = lora.resolve(
         request.lora, decoder.linears(), num_layers=shape.num_layers
     )
@@ -172,6 +177,7 @@ def resolve(shape: ModelShape, request: StepRequest) -> ResolvedModel:
         weight_dtype=request.dtype,
         activation_dtype=request.dtype,
         attention=request.attention,
+        attended=request.documents.attended,
         dropout=request.lora.lora_dropout > 0,
     )
     return ResolvedModel(decoder=decoder, adapters=adapters, workload=workload)

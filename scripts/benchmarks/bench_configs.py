@@ -39,8 +39,9 @@ class BenchConfig:
       trace: Tell the communication that nothing hides.
       max_length: Tokens in a row.
       dtype: `auto` (bfloat16 on GPUs, float32 on CPUs), `bfloat16` or `float32`.
-      attention: `auto`, `xla` or `cudnn`.
-      packing: Whether attention has to be one for packed rows, as in train.py.
+      attention: `auto`, `xla`, `cudnn` or `flash`.
+      packing: Whether rows hold several documents, as in train.py.
+      document_tokens: Mean length of these, which are drawn log-normal as chats are.
       r: Rank of the adapters.
       lora_dropout: Their dropout.
       seconds: Of timed steps, three at least.
@@ -77,6 +78,7 @@ class BenchConfig:
     dtype: str = RunConfig.dtype
     attention: str = RunConfig.attention
     packing: bool = RunConfig.packing
+    document_tokens: int = 350
     r: int = LoraConfig.r
     lora_dropout: float = LoraConfig.lora_dropout
     seconds: float = 30.0
@@ -89,9 +91,11 @@ class BenchConfig:
             raise errors.ConfigError(
                 "random_init=False: weights are random; --random_init"
             )
-        errors.at_least(1, self, "max_length", "microbatch", "accumulation", "r")
+        errors.at_least(
+            1, self, "document_tokens", "max_length", "microbatch", "accumulation", "r"
+        )
         errors.one_of(self, "dtype", ("auto", "float32", "bfloat16"))
-        errors.one_of(self, "attention", ("auto", "xla", "cudnn"))
+        errors.one_of(self, "attention", ("auto", "xla", "cudnn", "flash"))
         errors.one_of(self, "plan", ("auto", "fsdp", "replicated"), suffix=".json")
         for option in self.xla:
             if "=" not in option:

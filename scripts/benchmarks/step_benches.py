@@ -7,6 +7,7 @@ import platform as python_platform
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ from mtuner_jax.devices.starting import StartedDevices
 from mtuner_jax.engines import compiling, flops, profile_guided
 from mtuner_jax.engines.elastic.engine import ElasticEngine
 from mtuner_jax.engines.elastic.step_specs import StepSpec
-from mtuner_jax.numbers import sizes
+from mtuner_jax.numbers import documents, sizes
 from mtuner_jax.ops.attention import api as attention
 from mtuner_jax.planning import plans, reports
 from mtuner_jax.planning.plans import Plan
@@ -55,9 +56,8 @@ def measure(config: BenchConfig, devices: StartedDevices) -> dict[str, Any]:
     engine = _make_engine(config, model, plan, devices)
     engine.load()
     state = engine.init()
-    rows = random_batch(
-        plan, max_length=config.max_length, vocab_size=model.workload.vocab_size
-    )
+    lengths = _lengths(config, request.global_batch_size)
+    rows = random_batch(plan, lengths, vocab_size=model.workload.vocab_size)
     batch = engine.put(rows)
     predicted = _predict(config, model, plan, request)
     print(plans.table(plan), flush=True)
@@ -87,20 +87,51 @@ def free() -> None:
     gc.collect()
 
 
-def random_batch(plan: Plan, *, max_length: int, vocab_size: int) -> Batch:
-    """Rows of one full document each, every token trained; fields [rows, T]."""
-    shape = (plan.rows, max_length)
+def random_batch(
+    plan: Plan, lengths: Sequence[Sequence[int]], *, vocab_size: int
+) -> Batch:
+    """Full rows, every token trained; fields [rows, T].
+
+    Args:
+      plan: Whose rows.
+      lengths: Of the documents of each row; taken again where the plan has more rows.
+      vocab_size: Tokens there are.
+    """
+    rows = [lengths[row % len(lengths)] for row in range(plan.rows)]
+    shape = (plan.rows, sum(rows[0]))
     ids = np.random.default_rng(0).integers(0, vocab_size, shape, dtype=np.int32)
-    ones = np.ones(shape, np.int32)
-    rows = np.arange(plan.rows, dtype=np.int32)
+    every = [length for row in rows for length in row]
+    numbers = [number for row in rows for number in range(1, len(row) + 1)]
+    positions = np.concatenate([np.arange(length, dtype=np.int32) for length in every])
     return Batch(
         input_ids=ids,
         targets=np.roll(ids, -1, axis=1),
-        weights=ones.astype(np.float32),
-        segment_ids=ones,
-        positions=np.broadcast_to(np.arange(max_length, dtype=np.int32), shape),
-        sample_ids=np.broadcast_to(rows[:, None], shape),
+        weights=np.ones(shape, np.float32),
+        segment_ids=np.repeat(np.array(numbers, np.int32), every).reshape(shape),
+        positions=positions.reshape(shape),
+        sample_ids=np.repeat(np.arange(len(every), dtype=np.int32), every).reshape(
+            shape
+        ),
     )
+
+
+def row_lengths(seed: int, *, max_length: int, mean: int) -> list[int]:
+    """Lengths of documents that fill a row, log-normal with sigma 1 as chats' are."""
+    rng, lengths, left = np.random.default_rng(seed), [], max_length
+    while left:
+        lengths.append(min(left, max(int(rng.lognormal(np.log(mean) - 0.5, 1.0)), 16)))
+        left -= lengths[-1]
+    return lengths
+
+
+def _lengths(config: BenchConfig, num_rows: int) -> list[list[int]]:
+    """Of the documents of each row of a step."""
+    if not config.packing:
+        return [[config.max_length]] * num_rows
+    return [
+        row_lengths(seed, max_length=config.max_length, mean=config.document_tokens)
+        for seed in range(num_rows)
+    ]
 
 
 def _request(
@@ -108,21 +139,23 @@ def _request(
 ) -> requests.StepRequest:
     product = config.microbatch * config.accumulation * devices.mesh.size
     dtype = requests.dtype_of(config.dtype, on_gpu=devices.on_gpu)
+    rows = config.global_batch_size or product
+    lengths = _lengths(config, rows)
     return requests.StepRequest(
         name=config.model,
         mesh=devices.spec,
-        global_batch_size=config.global_batch_size or product,
+        global_batch_size=rows,
         max_length=config.max_length,
         lora=LoraConfig(r=config.r, lora_dropout=config.lora_dropout),
         dtype=dtype,
         attention=attention.choose(
             config.attention,
-            on_gpu=devices.on_gpu,
+            device=attention.Device(on_gpu=devices.on_gpu, hopper=devices.hopper),
             packing=config.packing,
             dtype=dtype,
             head_dim=head_dim,
-            hopper=devices.hopper,
         ),
+        documents=documents.count(lengths, max_length=config.max_length),
         hardware=config.hardware,
         memory_budget=config.memory_budget,
         memory_fraction=devices.memory_fraction,

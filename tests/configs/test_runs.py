@@ -16,7 +16,7 @@ from mtuner_jax.configs import ConfigError, LoraConfig, RunConfig
         ({"val_size": 2.5}, "val_size=2.5: a whole number of samples, or a share"),
         ({"plan": "fspd"}, r"plan='fspd' \(did you mean fsdp\?\): one of auto, fsdp"),
         ({"plan": "plan.txt"}, "plan='plan.txt': one of .*, a .json file"),
-        ({"attention": "flash"}, "attention='flash': one of auto, xla, cudnn"),
+        ({"attention": "flex"}, "attention='flex': one of auto, xla, cudnn"),
         ({"dtype": "bfloat"}, r"dtype='bfloat' \(did you mean bfloat16\?\)"),
     ],
 )

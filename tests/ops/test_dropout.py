@@ -36,6 +36,21 @@ def test_hash_is_the_threefry_of_jax():
         np.testing.assert_array_equal(np.concatenate(got), want)
 
 
+def test_a_mask_is_the_16_bit_parts_of_hashes_of_13_rounds():
+    """The first hash that Random123 publishes for 13 rounds, then by its definition."""
+    zero = dropout.Key(jnp.uint32(0), jnp.uint32(0))
+    first = dropout.threefry_2x32(zero, jnp.uint32(0), jnp.uint32(0), rounds=13)
+    assert [int(word) for word in first] == [0x9D1C5EC6, 0x8BD50731]
+    keep = mask([[5]], [[2]], rate=0.25)[0, 0]
+    for feature in range(FEATURES):
+        group, lane = divmod(feature, 4)
+        words = dropout.threefry_2x32(
+            key(), jnp.uint32(5), jnp.uint32(2 * 2 + group), rounds=13
+        )
+        bits = int(words[lane // 2]) >> 16 * (lane % 2) & 0xFFFF
+        assert keep[feature] == (bits >= 2**14)
+
+
 def test_seeds_of_64_bits_count_in_full():
     assert jax.device_get(dropout.key(2**32 + 5)) == (1, 5)
     assert jax.device_get(dropout.key(-1)) == (2**32 - 1, 2**32 - 1)

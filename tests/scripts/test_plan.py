@@ -130,7 +130,7 @@ def test_a_compute_bound_step_has_nothing_to_win(capsys):
         (("--global_batch_size", "-3"), "global_batch_size=-3 must not be negative"),
         (("--plan", "replicated"), "plan='replicated': auto, or a plan's .json file"),
         (("--plan", "no.json"), "plan='no.json': no such file"),
-        (("--attention", "flash"), "attention='flash'"),
+        (("--attention", "flex"), "attention='flex'"),
         (("--lora.target_modules", "w_proj"), "w_proj"),
         (("--max_lenght", "5"), "max_length"),
         (("--output", "no/plan.json"), "output='no/plan.json': there is no folder no"),

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as fused
 
-from mtuner_jax.ops.attention.operands import Attended, Qkv, Residuals
+from mtuner_jax.ops.attention.operands import Attended, Documents, Qkv, Residuals
 
 
-def forward(qkv: Qkv, segment_ids_BT: jax.Array, *, window: int) -> Attended:
+def forward(qkv: Qkv, documents: Documents, *, window: int) -> Attended:
     """As `api.attend`, on a GPU; statistics [B, N, T], float32."""
-    del segment_ids_BT
+    del documents
     output_and_stats: Any = fused.dot_product_attention(
         *qkv,
         scale=qkv.q_BTNH.shape[-1] ** -0.5,

@@ -22,6 +22,20 @@ class Qkv(NamedTuple):
     v_BTKH: jax.Array
 
 
+class Documents(NamedTuple):
+    """Where the documents of a batch lie.
+
+    Attributes:
+      segment_ids_BT: The document of each token, int32 [B, T].
+      starts: First token of each document in the flattened batch, then its end, B * T,
+        as often as there are fewer documents than may be: int32 [B * M + 1] for at most
+        M a row. None where the back end asks for no bound.
+    """
+
+    segment_ids_BT: jax.Array
+    starts: jax.Array | None = None
+
+
 class Attended(NamedTuple):
     """What a forward run gives.
 
@@ -40,10 +54,10 @@ class Residuals(NamedTuple):
 
     Attributes:
       qkv: The forward run's input.
-      segment_ids_BT: The document of each token, int32 [B, T].
+      documents: Likewise.
       attended: The forward run's result.
     """
 
     qkv: Qkv
-    segment_ids_BT: jax.Array
+    documents: Documents
     attended: Attended

@@ -10,15 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtuner_jax.numbers import chunking
-from mtuner_jax.ops.attention.operands import Attended, Qkv, Residuals
+from mtuner_jax.ops.attention.operands import Attended, Documents, Qkv, Residuals
 
 
-def forward(qkv: Qkv, segment_ids_BT: jax.Array, *, window: int) -> Attended:
+def forward(qkv: Qkv, documents: Documents, *, window: int) -> Attended:
     """As `api.attend`; the statistics are the scores' log-sum-exp, [B, K, G, T].
 
     Scores and statistics are in at least float32.
     """
     q_BTNH, k_BTKH, v_BTKH = qkv
+    segment_ids_BT = documents.segment_ids_BT
     q_BTKGH = _grouped(q_BTNH, k_BTKH.shape[2])
     outputs, stats = [], []
     for start, end in chunking.attention_blocks(q_BTNH.shape[1]):
@@ -40,7 +41,8 @@ def backward(residuals: Residuals, grad_BTNH: jax.Array, *, window: int) -> Qkv:
     Written out because differentiated by JAX it would keep the weights of all blocks,
     [B, N, T, T] / 2 elements, where this one computes a block's anew.
     """
-    (q_BTNH, k_BTKH, v_BTKH), segment_ids_BT, (out_BTNH, lse_BKGT) = residuals
+    (q_BTNH, k_BTKH, v_BTKH), documents, (out_BTNH, lse_BKGT) = residuals
+    segment_ids_BT = documents.segment_ids_BT
     wide = lse_BKGT.dtype
     q_BTKGH = _grouped(q_BTNH, k_BTKH.shape[2])
     grad_BTKGH = _grouped(grad_BTNH, k_BTKH.shape[2])

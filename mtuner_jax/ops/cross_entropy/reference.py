@@ -64,12 +64,35 @@ def value_and_grad(
     chunks = _chunks(tokens, order_S, num_rows=len(table_VD), limit_bytes=limit_bytes)
 
     def trained(chunk: LossTokens) -> tuple[jax.Array, jax.Array]:
-        x_SD, targets_S, weights_S = chunk
-        return jax.value_and_grad(cross_entropy)(x_SD, table_VD, targets_S, weights_S)
+        return _loss_and_grad(chunk, table_VD)
 
     sums, dx = _over_chunks(trained, chunks)
     dx_SD = jnp.take(dx.reshape(tokens.x_SD.shape), jnp.argsort(order_S), axis=0)
     return sums.sum(), dx_SD
+
+
+def _loss_and_grad(
+    tokens: LossTokens, table_VD: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """`cross_entropy` and its gradient to the token vectors, [S, D].
+
+    Differentiated by JAX the gradient's product has float32 probabilities on one side,
+    and XLA multiplies in tf32 at half the speed; here they are rounded to the dtype of
+    the table, and sums stay in float32.
+    """
+    x_SD, targets_S, weights_S = tokens
+    wide = np.promote_types(x_SD.dtype, jnp.float32)
+    weights_S = weights_S.astype(wide)
+    logits_SV = jnp.einsum("sd,vd->sv", x_SD, table_VD, preferred_element_type=wide)
+    normaliser_S = jax.nn.logsumexp(logits_SV, axis=-1)
+    columns = jnp.arange(logits_SV.shape[-1], dtype=targets_S.dtype)
+    hit_SV = columns[None, :] == targets_S[:, None]
+    picked_S = jnp.where(hit_SV, logits_SV, 0).sum(axis=-1)
+    share_SV = jnp.exp(logits_SV - normaliser_S[:, None]) - hit_SV.astype(wide)
+    share_SV = (share_SV * weights_S[:, None]).astype(table_VD.dtype)
+    dx_SD = jnp.einsum("sv,vd->sd", share_SV, table_VD, preferred_element_type=wide)
+    loss = jnp.sum((normaliser_S - picked_S) * weights_S)
+    return loss, dx_SD.astype(x_SD.dtype)
 
 
 def _trained_first(tokens: LossTokens) -> jax.Array:

@@ -110,9 +110,14 @@ def _attention(site: Site, hardware: Hardware) -> tuple[float, float]:
     tokens, heads = workload.max_length, workload.num_heads
     costs = fitted.ATTENTION[workload.attention]
     if costs.flops:
-        flops = costs.flops * site.rows * tokens * tokens * heads * workload.head_dim
-        forward = flops / hardware.attention_flops_per_s
-        return forward, costs.backward_ratio * forward
+        share = workload.attended if costs.within_documents else 1.0
+        scores = share * site.rows * tokens * tokens * heads * workload.head_dim
+        forward = costs.flops * scores / hardware.attention_flops_per_s
+        moved = [
+            count * _moved(site, hardware, heads * workload.head_dim)
+            for count in costs.moved
+        ]
+        return forward + moved[0], costs.backward_ratio * forward + moved[1]
     blocks = len(chunking.attention_blocks(tokens))
     scores = site.rows * heads * tokens * tokens * (blocks + 1) / (2 * blocks)
     forward, backward = (
