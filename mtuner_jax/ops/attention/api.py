@@ -84,7 +84,7 @@ class BackEnd:
             name = self.package.replace("_", "-")
             return (
                 f"no package {name}; pip install 'mtuner-jax[flash12]' or "
-                "'mtuner-jax[flash13]', by the CUDA version of jax (Python 3.12 or newer)"
+                "'mtuner-jax[flash13]', by the CUDA version of jax, on Python 3.12"
             )
         if self.dtypes and dtype not in self.dtypes:
             return f"dtype={dtype}; set dtype={' or '.join(self.dtypes)}"
