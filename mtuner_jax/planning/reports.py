@@ -31,7 +31,7 @@ _TIME_FIELDS = (
 )
 _SECONDS = ("step_s", "compute_s", "communication_s", "exposed_s")
 _SHOWN_BYTES = 2**30 // 200  # less prints as 0.00 GiB
-_ATTENTION_NAMES = {"flash": "FlashAttention", "cudnn": "cuDNN", "xla": "XLA"}
+_ATTENTION_NAMES = {"flash": "Flash", "cudnn": "cuDNN", "xla": "XLA"}
 _WON = 1.005  # below it, two decimals of the gain show nothing
 
 

@@ -215,6 +215,18 @@ def test_a_card_that_cannot_be_compiled_for_names_those_that_can(
 @pytest.mark.skipif(
     not compile_only.available(), reason=compile_only.unavailable_reason()
 )
+def test_kernels_that_only_their_gpu_compiles_are_not_verified(folder, capsys):
+    flags = ("--mesh", "h200x1", "--max_length", "512", "--global_batch_size", "4")
+    assert run("--model", folder, *flags) == 0
+    assert "Flash attention" in capsys.readouterr().out
+    assert run("--model", folder, *flags, "--verify") == 2
+    assert "--attention xla" in capsys.readouterr().err
+
+
+@pytest.mark.aot
+@pytest.mark.skipif(
+    not compile_only.available(), reason=compile_only.unavailable_reason()
+)
 @pytest.mark.skipif(
     not compile_only.has_cudnn(), reason="XLA's attention compiles twice as long"
 )
