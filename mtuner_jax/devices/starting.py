@@ -33,10 +33,10 @@ class StartedDevices:
         return self.mesh.devices.flat[0].device_kind
 
     @property
-    def hopper(self) -> bool:
-        """Whether these are GPUs of compute capability 9.0 or newer."""
+    def capability(self) -> float:
+        """The GPUs' compute capability, such as 9.0; 0 for virtual devices."""
         device: Any = self.mesh.devices.flat[0]
-        return self.on_gpu and float(device.compute_capability) >= 9.0
+        return float(device.compute_capability) if self.on_gpu else 0.0
 
     @property
     def gpu_kind(self) -> str:

@@ -262,11 +262,12 @@ def peak_flops_per_s(device_kind: str) -> float | None:
     return next((peak for name, peak in known if re.search(name, device_kind)), None)
 
 
-def is_hopper(device: str) -> bool:
-    """Whether a card is known to be of compute capability 9.0 or newer.
+def capability(device: str) -> float:
+    """A card's compute capability, such as 9.0; 0 for one that is not known.
 
     Args:
       device: The name that JAX and NVML give it.
     """
     targets = [card.xla for card in CARDS if re.search(card.pattern, device)]
-    return any(xla and xla.compute_capability >= (9, 0) for xla in targets)
+    known = [xla.compute_capability for xla in targets if xla]
+    return known[0][0] + known[0][1] / 10 if known else 0.0

@@ -93,7 +93,9 @@ class LoraJob:
             dtype=self.dtype,
             attention=attention.choose(
                 config.attention,
-                device=attention.Device(on_gpu=devices.on_gpu, hopper=devices.hopper),
+                device=attention.Device(
+                    on_gpu=devices.on_gpu, capability=devices.capability
+                ),
                 packing=config.packing,
                 dtype=self.dtype,
                 head_dim=self.opened.shape.head_dim,

@@ -141,7 +141,7 @@ def _request(config: PlanConfig, *, head_dim: int) -> requests.StepRequest:
             config.attention,
             device=attention.Device(
                 on_gpu=True,
-                hopper=_hopper(config.hardware, mesh.name, card),
+                capability=_capability(config.hardware, mesh.name, card),
                 elsewhere=not card,
             ),
             packing=config.packing,
@@ -156,14 +156,14 @@ def _request(config: PlanConfig, *, head_dim: int) -> requests.StepRequest:
     )
 
 
-def _hopper(hardware: str, mesh: str, card: str) -> bool:
-    """Whether the step is planned for cards known to be Hopper or newer."""
+def _capability(hardware: str, mesh: str, card: str) -> float:
+    """Compute capability of the cards that the step is planned for; 0 if not known."""
     name = mesh if hardware == "auto" else hardware
     if name in boxes.BOXES:
         card = boxes.BOXES[name].card.device
     elif name.endswith(".json"):
         card = machines.read(pathlib.Path(name)).device
-    return cards.is_hopper(card)
+    return cards.capability(card)
 
 
 def _card_name() -> str:

@@ -50,13 +50,13 @@ def measure(config: BenchConfig, devices: StartedDevices) -> dict[str, Any]:
     shape = shapes.shape(llama_family.FAMILY, config.model)
     if config.layers:
         shape = shape.with_layers(config.layers)
-    request = _request(config, devices, head_dim=shape.head_dim)
+    lengths = _lengths(config, num_devices=devices.mesh.size)
+    request = _request(config, devices, lengths, head_dim=shape.head_dim)
     model = requests.resolve(shape, request)
     plan = _make_plan(config, model, request)
     engine = _make_engine(config, model, plan, devices)
     engine.load()
     state = engine.init()
-    lengths = _lengths(config, request.global_batch_size)
     rows = random_batch(plan, lengths, vocab_size=model.workload.vocab_size)
     batch = engine.put(rows)
     predicted = _predict(config, model, plan, request)
@@ -124,8 +124,10 @@ def row_lengths(seed: int, *, max_length: int, mean: int) -> list[int]:
     return lengths
 
 
-def _lengths(config: BenchConfig, num_rows: int) -> list[list[int]]:
+def _lengths(config: BenchConfig, *, num_devices: int) -> list[list[int]]:
     """Of the documents of each row of a step."""
+    product = config.microbatch * config.accumulation * num_devices
+    num_rows = config.global_batch_size or product
     if not config.packing:
         return [[config.max_length]] * num_rows
     return [
@@ -135,22 +137,25 @@ def _lengths(config: BenchConfig, num_rows: int) -> list[list[int]]:
 
 
 def _request(
-    config: BenchConfig, devices: StartedDevices, *, head_dim: int
+    config: BenchConfig,
+    devices: StartedDevices,
+    lengths: Sequence[Sequence[int]],
+    *,
+    head_dim: int,
 ) -> requests.StepRequest:
-    product = config.microbatch * config.accumulation * devices.mesh.size
     dtype = requests.dtype_of(config.dtype, on_gpu=devices.on_gpu)
-    rows = config.global_batch_size or product
-    lengths = _lengths(config, rows)
     return requests.StepRequest(
         name=config.model,
         mesh=devices.spec,
-        global_batch_size=rows,
+        global_batch_size=len(lengths),
         max_length=config.max_length,
         lora=LoraConfig(r=config.r, lora_dropout=config.lora_dropout),
         dtype=dtype,
         attention=attention.choose(
             config.attention,
-            device=attention.Device(on_gpu=devices.on_gpu, hopper=devices.hopper),
+            device=attention.Device(
+                on_gpu=devices.on_gpu, capability=devices.capability
+            ),
             packing=config.packing,
             dtype=dtype,
             head_dim=head_dim,

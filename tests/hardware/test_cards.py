@@ -39,13 +39,13 @@ def test_the_name_of_a_card_finds_its_own_row(card):
 
 
 @pytest.mark.parametrize(
-    ("device", "hopper"),
+    ("device", "capability"),
     [
-        ("NVIDIA H200", True),
-        ("NVIDIA A100-PCIE-40GB", False),
-        ("cpu", False),
-        ("", False),
+        ("NVIDIA H200", 9.0),
+        ("NVIDIA A100-PCIE-40GB", 8.0),
+        ("cpu", 0.0),
+        ("", 0.0),
     ],
 )
-def test_hopper_is_told_by_the_name(device, hopper):
-    assert cards.is_hopper(device) == hopper
+def test_compute_capability_is_told_by_the_name(device, capability):
+    assert cards.capability(device) == capability

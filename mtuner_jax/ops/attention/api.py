@@ -26,12 +26,12 @@ class Device:
 
     Attributes:
       on_gpu: Whether it is a GPU.
-      hopper: Whether it is of compute capability 9.0 or newer.
+      capability: The GPU's compute capability, such as 9.0; 0 where nobody knows.
       elsewhere: Whether it is another machine's, whose packages nobody can look for.
     """
 
     on_gpu: bool
-    hopper: bool = False
+    capability: float = 0.0
     elsewhere: bool = False
 
 
@@ -44,7 +44,7 @@ class BackEnd:
       backward: (residuals, gradient of the output, *, window) -> gradients; it runs
         no forward.
       on_gpu_only: Whether it runs on GPUs alone.
-      hopper_only: Whether it runs on GPUs of compute capability 9.0 alone.
+      hopper_only: Whether it runs on GPUs of compute capability 9 alone, not on newer.
       package: Python package that has its kernels; empty for none.
       bounded: Whether it has to know how many documents a row has at most.
       packed_rows: Whether it keeps the documents of a row apart; one that does not
@@ -78,7 +78,7 @@ class BackEnd:
             return "packing=true (it ignores document borders); set packing=false"
         if self.on_gpu_only and not device.on_gpu:
             return "no GPU; set attention=xla"
-        if self.hopper_only and not device.hopper:
+        if self.hopper_only and not 9 <= device.capability < 10:
             return "GPUs other than Hopper; set attention=auto"
         if self.package and not device.elsewhere and not _installed(self.package):
             name = self.package.replace("_", "-")
@@ -88,7 +88,7 @@ class BackEnd:
             )
         if self.dtypes and dtype not in self.dtypes:
             return f"dtype={dtype}; set dtype={' or '.join(self.dtypes)}"
-        widths = self.hopper_head_dims if device.hopper else self.head_dims
+        widths = self.hopper_head_dims if device.capability >= 9 else self.head_dims
         if widths and head_dim and head_dim not in widths:
             return (
                 f"the model's head_dim={head_dim} (multiples of {widths[0]} up to "
@@ -128,6 +128,9 @@ BACK_ENDS = {
     ),
     "xla": BackEnd(forward=reference.forward, backward=reference.backward),
 }
+
+
+_SLOWEST = "xla"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -214,7 +217,7 @@ def choose(
     if requested == "auto":
         chosen = next(name for name, obstacle in obstacles.items() if not obstacle)
         for name, obstacle in obstacles.items():
-            if name != chosen and obstacle and device.on_gpu:
+            if chosen == _SLOWEST and name != chosen and obstacle and device.on_gpu:
                 _logger.info(
                     "attention: %s, because %s cannot be used with %s",
                     chosen,

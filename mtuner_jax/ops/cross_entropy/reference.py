@@ -7,7 +7,7 @@ vocabulary.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,13 +33,35 @@ def cross_entropy(
     Returns:
       Scalar sum in at least float32.
     """
+    each = _each_loss(LossTokens(x_SD, targets_S, weights_S), table_VD)
+    return jnp.sum(each.loss_S * weights_S.astype(each.loss_S.dtype))
+
+
+class _EachLoss(NamedTuple):
+    """Losses of single tokens, and what their gradients are made of.
+
+    Attributes:
+      logits_SV: In at least float32, [S, V].
+      normaliser_S: Their log-sum-exp, [S].
+      hit_SV: Where the target is, bool [S, V].
+      loss_S: -log p(target), [S].
+    """
+
+    logits_SV: jax.Array
+    normaliser_S: jax.Array
+    hit_SV: jax.Array
+    loss_S: jax.Array
+
+
+def _each_loss(tokens: LossTokens, table_VD: jax.Array) -> _EachLoss:
+    x_SD, targets_S, _ = tokens
     wide = np.promote_types(x_SD.dtype, jnp.float32)
     logits_SV = jnp.einsum("sd,vd->sv", x_SD, table_VD, preferred_element_type=wide)
     normaliser_S = jax.nn.logsumexp(logits_SV, axis=-1)
     columns = jnp.arange(logits_SV.shape[-1], dtype=targets_S.dtype)
-    picked = jnp.where(columns[None, :] == targets_S[:, None], logits_SV, 0)
-    loss_S = normaliser_S - picked.sum(axis=-1)
-    return jnp.sum(loss_S * weights_S.astype(wide))
+    hit_SV = columns[None, :] == targets_S[:, None]
+    picked_S = jnp.where(hit_SV, logits_SV, 0).sum(axis=-1)
+    return _EachLoss(logits_SV, normaliser_S, hit_SV, normaliser_S - picked_S)
 
 
 def value(
@@ -80,19 +102,14 @@ def _loss_and_grad(
     and XLA multiplies in tf32 at half the speed; here they are rounded to the dtype of
     the table, and sums stay in float32.
     """
-    x_SD, targets_S, weights_S = tokens
-    wide = np.promote_types(x_SD.dtype, jnp.float32)
-    weights_S = weights_S.astype(wide)
-    logits_SV = jnp.einsum("sd,vd->sv", x_SD, table_VD, preferred_element_type=wide)
-    normaliser_S = jax.nn.logsumexp(logits_SV, axis=-1)
-    columns = jnp.arange(logits_SV.shape[-1], dtype=targets_S.dtype)
-    hit_SV = columns[None, :] == targets_S[:, None]
-    picked_S = jnp.where(hit_SV, logits_SV, 0).sum(axis=-1)
-    share_SV = jnp.exp(logits_SV - normaliser_S[:, None]) - hit_SV.astype(wide)
-    share_SV = (share_SV * weights_S[:, None]).astype(table_VD.dtype)
+    each = _each_loss(tokens, table_VD)
+    wide = each.loss_S.dtype
+    weights_S = tokens.weights_S.astype(wide)
+    share_SV = jnp.exp(each.logits_SV - each.normaliser_S[:, None])
+    share_SV = (share_SV - each.hit_SV.astype(wide)) * weights_S[:, None]
+    share_SV = share_SV.astype(table_VD.dtype)
     dx_SD = jnp.einsum("sv,vd->sd", share_SV, table_VD, preferred_element_type=wide)
-    loss = jnp.sum((normaliser_S - picked_S) * weights_S)
-    return loss, dx_SD.astype(x_SD.dtype)
+    return jnp.sum(each.loss_S * weights_S), dx_SD.astype(tokens.x_SD.dtype)
 
 
 def _trained_first(tokens: LossTokens) -> jax.Array:
