@@ -7,7 +7,7 @@ Letters: B batch, T tokens, D model, N query heads, K kv heads, H head dim, F
 feed-forward, V vocabulary, L layers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +23,7 @@ from mtuner_jax.ops.attention import api as attention
 from mtuner_jax.ops.attention import cached
 from mtuner_jax.ops.attention.operands import Attended, Documents, Qkv
 from mtuner_jax.ops.low_rank import api as low_rank
+from mtuner_jax.ops.low_rank import operands as low_rank_operands
 from mtuner_jax.ops.low_rank.operands import LayerAdapters
 
 Params = dict[str, Any]
@@ -58,6 +59,18 @@ class RMSNorm(nnx.Module):
         return rms_norm(x_BTD, self.scale[...], eps=self.eps)
 
 
+# Linears by the input that they read.
+_READS = {
+    "self_attn.q_proj": "self_attn.input",
+    "self_attn.k_proj": "self_attn.input",
+    "self_attn.v_proj": "self_attn.input",
+    "self_attn.o_proj": "self_attn.output",
+    "mlp.gate_proj": "mlp.input",
+    "mlp.up_proj": "mlp.input",
+    "mlp.down_proj": "mlp.hidden",
+}
+
+
 class Linear(nnx.Module):
     """A frozen linear that an adapter may sit on; `module` is its name."""
 
@@ -67,13 +80,23 @@ class Linear(nnx.Module):
         self.kernel = nnx.Param(jnp.zeros((shape.in_dim, shape.out_dim)))
         self.bias = nnx.Param(jnp.zeros(shape.out_dim)) if shape.bias else None
 
-    def __call__(self, x_BTD: jax.Array, adapters: LayerAdapters) -> jax.Array:
-        """[B, T, D] -> [B, T, F]."""
-        lora_weights, drop = adapters.of(self.module)
-        bias = None if self.bias is None else self.bias[...]
-        return low_rank.apply(
-            x_BTD, self.kernel[...], bias, lora=lora_weights, drop=drop
-        )
+
+def apply_linears(
+    x_BTD: jax.Array, linears: Sequence[Linear], adapters: LayerAdapters
+) -> list[jax.Array]:
+    """Linears that read one input, [B, T, D] -> [B, T, F] of each."""
+    return low_rank.apply(
+        x_BTD,
+        [
+            low_rank_operands.Linear(
+                linear.kernel[...],
+                None if linear.bias is None else linear.bias[...],
+                adapters.loras.get(linear.module),
+            )
+            for linear in linears
+        ],
+        drop=adapters.drop_of(_READS[linears[0].module]),
+    )
 
 
 class Attention(nnx.Module):
@@ -98,8 +121,11 @@ class Attention(nnx.Module):
     ) -> jax.Array:
         """[B, T, D] -> [B, T, D]."""
         heads = (*x_BTD.shape[:2], -1, self.head_dim)
-        q = self.q_proj(x_BTD, adapters).reshape(heads)
-        k = self.k_proj(x_BTD, adapters).reshape(heads)
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (
+            projected.reshape(heads)
+            for projected in apply_linears(x_BTD, projections, adapters)
+        )
         if self.q_norm is not None and self.k_norm is not None:
             # The norms' gradients need what went in: that is kept, and no product is
             # done twice; norms and rotation are.
@@ -108,7 +134,6 @@ class Attention(nnx.Module):
         else:
             q = tape.keep("query", rotate(q, context))
             k = tape.keep("key", rotate(k, context))
-        v = self.v_proj(x_BTD, adapters).reshape(heads)
         qkv = Qkv(q, k, tape.keep("value", v))
         documents = context.documents
         if context.cache is not None:
@@ -117,7 +142,7 @@ class Attention(nnx.Module):
                 qkv, context.cache, positions, window=self.spec.window
             )
             tape.recorded |= cache._asdict()
-            return self.o_proj(out_BTNH.reshape(*x_BTD.shape[:2], -1), adapters)
+            return self._project(out_BTNH, adapters)
         out_BTNH = tape.keep_pair(
             "attention",
             lambda: attention.attend(qkv, documents, self.spec),
@@ -125,7 +150,12 @@ class Attention(nnx.Module):
                 qkv, documents, Attended(out, stats), self.spec
             ),
         )
-        return self.o_proj(out_BTNH.reshape(*x_BTD.shape[:2], -1), adapters)
+        return self._project(out_BTNH, adapters)
+
+    def _project(self, out_BTNH: jax.Array, adapters: LayerAdapters) -> jax.Array:
+        """[B, T, N, H] -> [B, T, D]."""
+        out_BTD = out_BTNH.reshape(*out_BTNH.shape[:2], -1)
+        return apply_linears(out_BTD, (self.o_proj,), adapters)[0]
 
 
 class MLP(nnx.Module):
@@ -143,10 +173,11 @@ class MLP(nnx.Module):
         tape: tapes.Tape,
     ) -> jax.Array:
         """[B, T, D] -> [B, T, D]."""
-        gate = tape.keep("gate", self.gate_proj(x_BTD, adapters))
-        up = tape.keep("up", self.up_proj(x_BTD, adapters))
+        both = (self.gate_proj, self.up_proj)
+        gate, up = apply_linears(x_BTD, both, adapters)
+        gate, up = tape.keep("gate", gate), tape.keep("up", up)
         hidden = tape.keep("hidden", jax.nn.silu(gate) * up)
-        return self.down_proj(hidden, adapters)
+        return apply_linears(hidden, (self.down_proj,), adapters)[0]
 
 
 class DecoderLayer(nnx.Module):
@@ -228,7 +259,12 @@ class Llama:
     def linears(self) -> tuple[lora.LinearSite, ...]:
         """The linears of a layer, in the order they run."""
         return tuple(
-            lora.LinearSite(module=name, in_dim=shape.in_dim, out_dim=shape.out_dim)
+            lora.LinearSite(
+                module=name,
+                in_dim=shape.in_dim,
+                out_dim=shape.out_dim,
+                reads=_READS[name],
+            )
             for name, shape in self.config.linears.items()
         )
 

@@ -30,11 +30,14 @@ class LinearSite:
       module: Its name within a layer, such as `self_attn.q_proj`.
       in_dim: Input features (D).
       out_dim: Output features (F).
+      reads: Name of its input within a layer; linears of one input share its name,
+        and what is dropped of it; empty for one of its own.
     """
 
     module: str
     in_dim: int
     out_dim: int
+    reads: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -104,7 +104,8 @@ def _side_by_side(bench: Bench, axes: tuple[str, ...], num: int) -> Callable[...
 
     rows = P(bench.axes)
     mapped = jax.shard_map(run, mesh=bench.mesh, in_specs=(rows, P()), out_specs=rows)
-    return jax.jit(mapped, compiler_options=compiling.options(on_gpu=bench.on_gpu))
+    options = compiling.options(on_gpu=bench.on_gpu, num_devices=bench.mesh.size)
+    return jax.jit(mapped, compiler_options=options)
 
 
 def overlap(bench: Bench, found: Figures) -> Section:

@@ -38,15 +38,24 @@ class CompiledBytes:
         )
 
 
-def options(*, on_gpu: bool, merge_gathers: bool = False) -> dict[str, Any]:
+def options(
+    *, on_gpu: bool, num_devices: int, merge_gathers: bool = False
+) -> dict[str, Any]:
     """XLA options of a training step.
 
     On GPUs gathers overlap with computation (the latency-hiding scheduler is off by
     default on A100), and XLA does not rematerialise on its own: what is recomputed
-    is the plan's decision.
+    is the plan's decision. The fusion of slices into calls is off: it runs a foreign
+    attention kernel a second time to write its result into the saved stack. On one
+    GPU so are XLA's own Triton kernels for products, which make an adapter's small
+    product a pass of its own where cuBLASLt adds it to the linear's output in place
+    (both measured in docs/benchmarks/packed-rows.md). On several that was not
+    measured, and it moves the memory of some plans by up to 6 % from what the memory
+    model says.
 
     Args:
       on_gpu: CPUs take none of these options.
+      num_devices: Devices of the step.
       merge_gathers: Join the gathers of a layer into one.
     """
     if not on_gpu:
@@ -54,7 +63,10 @@ def options(*, on_gpu: bool, merge_gathers: bool = False) -> dict[str, Any]:
     chosen: dict[str, Any] = {
         "xla_gpu_enable_latency_hiding_scheduler": True,
         "xla_disable_hlo_passes": "rematerialization",
+        "xla_gpu_enable_dynamic_slice_fusion": False,
     }
+    if num_devices == 1:
+        chosen["xla_gpu_enable_triton_gemm"] = False
     if merge_gathers:
         chosen["xla_gpu_all_gather_combine_threshold_bytes"] = _MERGE_BYTES
     return chosen

@@ -1,6 +1,7 @@
 """What is trained, as far as a plan's price depends on it: sizes only, no JAX."""
 
 import dataclasses
+from collections.abc import Sequence
 
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
@@ -14,12 +15,19 @@ class LinearSizes:
       in_dim: Input features.
       out_dim: Output features.
       rank: Rank of its adapter; 0 without one.
+      reads: Name of its input, which linears may share; empty for one of its own.
     """
 
     name: str
     in_dim: int
     out_dim: int
     rank: int = 0
+    reads: str = ""
+
+
+def input_features(linears: Sequence[LinearSizes]) -> int:
+    """Features of the inputs that these linears read, each input counted once."""
+    return sum({one.reads or one.name: one.in_dim for one in linears}.values())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -161,6 +161,7 @@ def resolve(shape: ModelShape, request: StepRequest) -> ResolvedModel:
                 name=linear.module.rpartition(".")[2],
                 in_dim=linear.in_dim,
                 out_dim=linear.out_dim,
+                reads=linear.reads,
                 rank=ranks.get(linear.module, 0),
             )
             for linear in decoder.linears()

@@ -9,7 +9,7 @@ import pytest
 from mtuner_jax.adapters import lora
 from mtuner_jax.configs import ConfigError, LoraConfig
 from mtuner_jax.ops.low_rank import api as low_rank
-from mtuner_jax.ops.low_rank.operands import Lora
+from mtuner_jax.ops.low_rank.operands import Linear, Lora
 from tests import tiny
 
 NUM_LAYERS = 12  # so that layer 1 is a prefix of layers 10 and 11
@@ -205,8 +205,8 @@ def test_padding_stays_exactly_zero_through_optimizer_steps():
             kernel = jnp.ones((spec.in_dim, spec.out_dim))
             y_LBTF = jax.vmap(
                 lambda *leaves, kernel=kernel: low_rank.apply(
-                    x_BTD, kernel, lora=Lora(*leaves)
-                )
+                    x_BTD, [Linear(kernel, lora=Lora(*leaves))]
+                )[0]
             )(a, b, scalings[spec.module])
             total += jnp.sum(jnp.sin(y_LBTF))
         return total

@@ -80,7 +80,9 @@ def make(kinds, dtype):
     spec = steps.StepSpec(
         model=model, plan=plan, mesh=mesh, adapters=tiny.adapters(model)
     )
-    options = compiling.options(on_gpu=jax.default_backend() == "gpu")
+    options = compiling.options(
+        on_gpu=jax.default_backend() == "gpu", num_devices=mesh.size
+    )
     step = steps.build_train(spec, OPTIMIZER, compiler_options=options)
     state, weights, arenas = start(spec, dtype)
     batch = rows_of(spec, np.random.default_rng(0))

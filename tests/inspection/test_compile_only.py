@@ -94,6 +94,7 @@ def workload(config, *, tokens, **lora_settings):
                 name=linear.module.rpartition(".")[2],
                 in_dim=linear.in_dim,
                 out_dim=linear.out_dim,
+                reads=linear.reads,
                 rank=RANK * (linear.module in adapted),
             )
             for linear in model.linears()

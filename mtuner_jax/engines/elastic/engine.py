@@ -132,9 +132,11 @@ class ElasticEngine:
 
     @property
     def _options(self) -> dict[str, Any]:
-        on_gpu = self.spec.mesh.devices.flat[0].platform != "cpu"
+        devices = self.spec.mesh.devices
         return compiling.options(
-            on_gpu=on_gpu, merge_gathers=self.spec.plan.merge_gathers
+            on_gpu=devices.flat[0].platform != "cpu",
+            num_devices=devices.size,
+            merge_gathers=self.spec.plan.merge_gathers,
         )
 
 

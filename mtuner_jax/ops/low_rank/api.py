@@ -1,10 +1,12 @@
-"""A frozen linear with a low-rank update: y = x W + b + s * drop(x) A B."""
+"""Frozen linears with low-rank updates: y = x W + b + s * drop(x) A B."""
+
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
 from mtuner_jax.ops.low_rank import reference
-from mtuner_jax.ops.low_rank.operands import Dropout, Lora
+from mtuner_jax.ops.low_rank.operands import Dropout, Linear, Lora
 
 # Modules with `apply`, differentiable to `x_BTD` and `lora`. Each takes any dtype on
 # any device, unless its row says otherwise.
@@ -13,28 +15,26 @@ BACK_ENDS = {"xla": reference}
 
 def apply(
     x_BTD: jax.Array,
-    kernel_DF: jax.Array,
-    bias_F: jax.Array | None = None,
+    linears: Sequence[Linear],
     *,
-    lora: Lora | None = None,
     drop: Dropout | None = None,
     implementation: str = "xla",
-) -> jax.Array:
-    """Applies the linear in the dtype of `x_BTD`; the adapter is cast to it.
+) -> list[jax.Array]:
+    """Applies linears that read one input, in its dtype; adapters are cast to it.
+
+    The input of their adapters is dropped out once for all of them, so that it is
+    read once for all their A matrices.
 
     Args:
       x_BTD: [B, T, D].
-      kernel_DF: The frozen weights, [D, F].
-      bias_F: The frozen bias, [F]; None is no bias.
-      lora: The adapter; None is no adapter.
-      drop: Dropout of the adapter's input.
+      linears: The frozen linears [D, F], each of its own F, and their adapters.
+      drop: Dropout of the adapters' input.
       implementation: A key of `BACK_ENDS`.
 
     Returns:
-      [B, T, F].
+      [B, T, F] of each linear.
     """
-    back_end = BACK_ENDS[implementation]
-    return back_end.apply(x_BTD, kernel_DF, bias_F, lora=lora, drop=drop)
+    return BACK_ENDS[implementation].apply(x_BTD, linears, drop=drop)
 
 
 def merged(kernel_DF: jax.Array, lora: Lora) -> jax.Array:

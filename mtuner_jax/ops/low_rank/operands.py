@@ -25,6 +25,20 @@ class Lora(NamedTuple):
     scaling: jax.Array
 
 
+class Linear(NamedTuple):
+    """A frozen linear and the adapter on it.
+
+    Attributes:
+      kernel_DF: The frozen weights, [D, F].
+      bias_F: The frozen bias, [F]; None is no bias.
+      lora: The adapter; None is no adapter.
+    """
+
+    kernel_DF: jax.Array
+    bias_F: jax.Array | None = None
+    lora: Lora | None = None
+
+
 class Dropout(NamedTuple):
     """Randomness of an adapter's input; rate 0 is no dropout."""
 
@@ -38,17 +52,20 @@ class LayerAdapters(NamedTuple):
 
     Attributes:
       loras: Only the modules that have an adapter.
-      drop: Keyed by layer and step; each module derives its own key. None is no
+      drop: Keyed by layer and step; each input derives its own key. None is no
         dropout.
     """
 
     loras: Mapping[str, Lora]
     drop: Dropout | None = None
 
-    def of(self, module: str) -> tuple[Lora | None, Dropout | None]:
-        """The adapter and the randomness of one linear."""
-        lora = self.loras.get(module)
-        if lora is None or self.drop is None:
-            return lora, None
-        key = dropout.fold_in(self.drop.key, dropout.stable_hash(module))
-        return lora, self.drop._replace(key=key)
+    def drop_of(self, name: str) -> Dropout | None:
+        """The randomness of an input, whichever linears read it.
+
+        Args:
+          name: Of the input within the layer.
+        """
+        if self.drop is None:
+            return None
+        key = dropout.fold_in(self.drop.key, dropout.stable_hash(name))
+        return self.drop._replace(key=key)

@@ -10,6 +10,7 @@ import numpy as np
 
 from mtuner_jax.hardware.machines import Hardware
 from mtuner_jax.numbers import chunking
+from mtuner_jax.planning import workloads
 from mtuner_jax.planning.costs import fitted
 from mtuner_jax.planning.plans import SAVED_TENSORS, Saved
 from mtuner_jax.planning.sites import Site
@@ -53,7 +54,7 @@ def layer(site: Site, hardware: Hardware, saved: Saved) -> tuple[float, float]:
     ) -> float:
         """Seconds of what low-rank updates move."""
         adapted = [linear for linear in linears if linear.rank]
-        ins = sum(linear.in_dim for linear in adapted)
+        ins = workloads.input_features(adapted)
         outs = sum(linear.out_dim for linear in adapted)
         features = elements[0] * ins + elements[1] * outs + masks * ins
         return _moved(site, hardware, features)

@@ -6,6 +6,7 @@ holds them against the compiler.
 """
 
 from mtuner_jax.numbers import chunking
+from mtuner_jax.planning import workloads
 from mtuner_jax.planning.costs import fitted
 from mtuner_jax.planning.plans import SegmentPlan, Table
 from mtuner_jax.planning.sites import Site
@@ -49,7 +50,7 @@ def tensor_bytes(site: Site) -> int:
     workload = site.workload
     features = _features(workload, fitted.BACKWARD)
     if workload.dropout:  # an adapter's input after it, and the bits that decide it
-        features += 2 * sum(linear.in_dim for linear in workload.adapted)
+        features += 2 * workloads.input_features(workload.adapted)
     return site.tokens * features * workload.activation_bytes
 
 

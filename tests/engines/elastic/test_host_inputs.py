@@ -77,7 +77,7 @@ def host_bytes(*, prefetch):
     )
     optimizer = optax.sgd(0.1)
     arguments = engine.abstract_arguments(spec, optimizer, max_length=TOKENS)
-    options = compiling.options(on_gpu=True)
+    options = compiling.options(on_gpu=True, num_devices=spec.mesh.size)
     step = steps.build_train(spec, optimizer, compiler_options=options)
     stats = step.lower(*arguments).compile().memory_analysis()
     return stats.host_temp_size_in_bytes

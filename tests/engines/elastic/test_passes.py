@@ -126,24 +126,29 @@ def dots_of_backward(saved, config):
     return lowered.as_text().count("stablehlo.dot_general")
 
 
-# A linear's forward is x W and (x A) B. Of its backward, W takes one product and the
-# adapter five: three to x and s = x A again, two to A and B. Attention's backward has
-# five, the scores among them; its forward two.
-LINEAR, LINEAR_BACKWARD = 3, 6
+# Forward a linear takes x W and its adapter s B, and each input s = x A of all its
+# adapters. Backward a linear takes the gradient to x and its adapter those to s and B,
+# each input those to A and of A to x, and s again. Attention's backward has five, the
+# scores among them; its forward two.
+LINEAR, INPUT = 2, 1
+LINEAR_BACKWARD, INPUT_BACKWARD = 3, 3
 ATTENTION_FORWARD, ATTENTION_BACKWARD = 2, 5
+O_PROJ = LINEAR + INPUT
+GATE_UP = 2 * LINEAR + INPUT
+QKV = 3 * LINEAR + INPUT
 
 
 @pytest.mark.parametrize(
     ("saved", "recomputed"),
     [
         (Saved.LINEARS, 0),
-        (Saved.ATTENTION_AND_GATES, LINEAR),  # o_proj
-        (Saved.ATTENTION, 3 * LINEAR),  # and gate, up
-        (Saved.LAYER_INPUT, 6 * LINEAR + ATTENTION_FORWARD),  # all but down_proj
-        (Saved.LAYER_INPUT_ON_HOST, 6 * LINEAR + ATTENTION_FORWARD),
+        (Saved.ATTENTION_AND_GATES, O_PROJ),
+        (Saved.ATTENTION, O_PROJ + GATE_UP),
+        (Saved.LAYER_INPUT, O_PROJ + GATE_UP + QKV + ATTENTION_FORWARD),
+        (Saved.LAYER_INPUT_ON_HOST, O_PROJ + GATE_UP + QKV + ATTENTION_FORWARD),
     ],
 )
 @pytest.mark.parametrize("model", ["gqa", "qk_norm"])
 def test_backward_recomputes_only_what_was_not_kept(saved, recomputed, model):
-    backward = 7 * LINEAR_BACKWARD + ATTENTION_BACKWARD
+    backward = 7 * LINEAR_BACKWARD + 4 * INPUT_BACKWARD + ATTENTION_BACKWARD
     assert dots_of_backward(saved, tiny.MODELS[model]) == backward + recomputed
