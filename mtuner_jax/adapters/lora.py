@@ -131,6 +131,11 @@ def resolve(
     return tuple(specs)
 
 
+def init_key(seed: int) -> jax.Array:
+    """What the fresh adapters of a run are drawn from."""
+    return jax.random.fold_in(jax.random.key(seed), dropout.stable_hash("init"))
+
+
 def init(specs: Sequence[AdapterSpec], key: jax.Array) -> Params:
     """Fresh adapters: A Kaiming-uniform as in PEFT, B zero, float32.
 

@@ -21,7 +21,7 @@ _MASK_ROUNDS = 13
 
 
 class Key(NamedTuple):
-    """Two uint32 scalars."""
+    """Two uint32 words: scalars, or [B, T] where each token has a key of its own."""
 
     high: jax.Array
     low: jax.Array
@@ -83,7 +83,7 @@ def threefry_2x32(
 
 
 def keep_mask(
-    keys: Key, places: Places, *, num_features: int, rate: float
+    keys: Key, places: Places, *, num_features: int, rate: float | jax.Array
 ) -> jax.Array:
     """Which elements survive; the same ones whatever shares their batch.
 
@@ -91,7 +91,7 @@ def keep_mask(
       keys: The key of adapter, module, layer and step.
       places: Where each token comes from, [B, T].
       num_features: Elements of a token.
-      rate: Share that does not survive, at a resolution of 2^-16.
+      rate: Share that does not survive, at a resolution of 2^-16; a number, or [B, T].
 
     Returns:
       bool [B, T, num_features], True with probability 1 - rate.
@@ -101,14 +101,35 @@ def keep_mask(
     positions = places.positions.astype(jnp.uint32)[:, :, None]
     count_0 = places.sample_ids.astype(jnp.uint32)[:, :, None]
     count_1 = positions * jnp.uint32(groups) + features // _LANES
-    first, second = threefry_2x32(keys, count_0, count_1, rounds=_MASK_ROUNDS)
+    words = Key(*(word[..., None] if word.ndim else word for word in keys))
+    first, second = threefry_2x32(words, count_0, count_1, rounds=_MASK_ROUNDS)
     lane = features % _LANES
     word = jnp.where(lane < _LANES // 2, first, second)
     bits = word >> (lane % 2 * _LANE_BITS) & jnp.uint32(2**_LANE_BITS - 1)
-    return bits >= jnp.uint32(min(round(rate * 2**_LANE_BITS), 2**_LANE_BITS - 1))
+    return bits >= _threshold(rate)
 
 
-def apply(x_BTD: jax.Array, keys: Key, places: Places, *, rate: float) -> jax.Array:
-    """Zeroes elements of [B, T, D] at `rate` and scales the rest by 1 / (1 - rate)."""
+def apply(
+    x_BTD: jax.Array, keys: Key, places: Places, *, rate: float | jax.Array
+) -> jax.Array:
+    """Zeroes elements of [B, T, D] at `rate` and scales the rest by 1 / (1 - rate).
+
+    Args:
+      keys: The key of adapter, module, layer and step; of all tokens or of each.
+      places: Where each token comes from, [B, T].
+      rate: A number, or [B, T] in at least float32.
+    """
     keep = keep_mask(keys, places, num_features=x_BTD.shape[-1], rate=rate)
-    return jnp.where(keep, x_BTD / (1.0 - rate), jnp.zeros_like(x_BTD))
+    kept = 1.0 - rate
+    if isinstance(kept, jax.Array):
+        kept = kept.astype(x_BTD.dtype)[:, :, None]
+    return jnp.where(keep, x_BTD / kept, jnp.zeros_like(x_BTD))
+
+
+def _threshold(rate: float | jax.Array) -> jax.Array:
+    """Bits below this do not survive, uint32, a scalar or [B, T, 1]."""
+    most = 2**_LANE_BITS - 1
+    if isinstance(rate, jax.Array):
+        wanted = jnp.round(rate * 2**_LANE_BITS).astype(jnp.uint32)
+        return jnp.minimum(wanted, jnp.uint32(most))[:, :, None]
+    return jnp.uint32(min(round(rate * 2**_LANE_BITS), most))

@@ -48,7 +48,7 @@ def value_and_grad(
       vocab_size: Rows that are tokens; the others are padding.
 
     Returns:
-      (sum of this device's losses, gradient to its tokens [S, D]). Per chunk of
+      (losses of this device's tokens [S], gradient to them [S, D]). Per chunk of
       tokens, one all-gather and one reduce-scatter of vectors, and two reductions of
       a number per token.
     """
@@ -60,14 +60,14 @@ def value_and_grad(
     def body(_: None, chunk: LossTokens) -> tuple[None, tuple[jax.Array, jax.Array]]:
         return None, _chunk(chunk, shard_VD, axes=axes, vocab_size=vocab_size)
 
-    _, (sums, dx) = jax.lax.scan(body, None, chunks)
-    return sums.sum(), dx.reshape(tokens.x_SD.shape)
+    _, (losses, dx) = jax.lax.scan(body, None, chunks)
+    return losses.reshape(-1), dx.reshape(tokens.x_SD.shape)
 
 
 def _chunk(
     chunk: LossTokens, shard_VD: jax.Array, *, axes: Sequence[str], vocab_size: int
 ) -> tuple[jax.Array, jax.Array]:
-    """(loss sum of this device's tokens, gradient to them) for one chunk each."""
+    """(losses of this device's tokens, gradient to them) for one chunk each."""
     order, rows = _order(axes), shard_VD.shape[0]
     wide = jnp.promote_types(shard_VD.dtype, jnp.float32)
     # [S of all devices, ...]: each device has logits of all tokens for its own rows.
@@ -97,4 +97,4 @@ def _chunk(
     mine = chunk.targets_S.shape[0]
     start = jax.lax.axis_index(order) * mine
     own_S = jax.lax.dynamic_slice_in_dim(loss_S, start, mine, 0)
-    return jnp.sum(own_S * chunk.weights_S.astype(wide)), dx_SD
+    return own_S * chunk.weights_S.astype(wide), dx_SD

@@ -26,6 +26,7 @@ class Batch(NamedTuple, Generic[Field]):
       segment_ids: int32, 0 for padding, else the document's number in its row.
       positions: int32, from 0 in each document.
       sample_ids: int32, the document's number in its dataset; keys dropout.
+      adapter_ids: int32, which adapter each token trains, where there are several.
     """
 
     input_ids: Field
@@ -34,6 +35,7 @@ class Batch(NamedTuple, Generic[Field]):
     segment_ids: Field
     positions: Field
     sample_ids: Field
+    adapter_ids: Field | None = None
 
 
 class TrainState(NamedTuple):

@@ -176,6 +176,7 @@ def abstract_arguments(
             shape, np.float32 if name == "weights" else np.int32, sharding=rows
         )
         for name in Batch._fields
+        if name != "adapter_ids" or spec.stack is not None
     }
     return StepArguments(
         state=abstract_state(spec, optimizer),

@@ -8,6 +8,7 @@ import jax
 
 from mtuner_jax.engines.elastic import segment_weights
 from mtuner_jax.engines.elastic.segment_weights import Blocks
+from mtuner_jax.engines.elastic.token_adapters import Owners
 from mtuner_jax.ops import dropout, tapes
 from mtuner_jax.ops.low_rank.operands import Dropout, LayerAdapters, Lora
 from mtuner_jax.protocols.decoders import Decoder
@@ -25,7 +26,8 @@ class LayerRun:
       drop: Randomness of the step, or None.
       adapters: {module: {"lora_a": [L, ...], "lora_b": [L, ...]}}, marked as varying
         over them.
-      scalings: {module: [L]}.
+      scalings: {module: [L]}, of a stack [L, S].
+      owners: Which columns each token uses, where there is a stack of adapters.
     """
 
     model: Decoder
@@ -34,6 +36,7 @@ class LayerRun:
     drop: Dropout | None
     adapters: Params
     scalings: dict[str, jax.Array]
+    owners: Owners | None = None
 
     def layer_adapters(self, layer: jax.Array) -> Params:
         """The adapters of one layer."""
@@ -51,14 +54,12 @@ class LayerRun:
         tape: tapes.Tape,
     ) -> jax.Array:
         """One layer on whole weights, [B, T, D] -> [B, T, D]."""
-        loras = {
-            module: Lora(
-                adapter["lora_a"],
-                adapter["lora_b"],
-                segment_weights.at(self.scalings[module], layer),
-            )
-            for module, adapter in adapters.items()
-        }
+        loras = {}
+        for module, adapter in adapters.items():
+            scaling = segment_weights.at(self.scalings[module], layer)
+            if self.owners is not None:
+                scaling = self.owners.scale(module, scaling)
+            loras[module] = Lora(adapter["lora_a"], adapter["lora_b"], scaling)
         drop = self.drop
         if drop is not None:
             drop = drop._replace(key=dropout.fold_in(drop.key, layer))

@@ -11,15 +11,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mtuner_jax.adapters import lora
-from mtuner_jax.engines.elastic import passes, step_specs
+from mtuner_jax.engines.elastic import passes, step_specs, token_adapters
 from mtuner_jax.engines.elastic.layer_runs import LayerRun
 from mtuner_jax.engines.elastic.segment_weights import Backwards, Segment
 from mtuner_jax.engines.elastic.step_specs import StepSpec
-from mtuner_jax.ops import arenas, dropout, elastic, vocabulary
+from mtuner_jax.ops import arenas, elastic, vocabulary
 from mtuner_jax.ops.cross_entropy import api as cross_entropy
 from mtuner_jax.ops.cross_entropy.operands import LossTokens, TokenLoss
-from mtuner_jax.ops.low_rank.operands import Dropout
 from mtuner_jax.planning.costs.arena_layouts import ArenaLayout
 from mtuner_jax.planning.plans import Table
 from mtuner_jax.protocols.states import Batch, Params
@@ -45,7 +43,8 @@ class Inputs(NamedTuple):
     Attributes:
       adapters: Whole adapters, marked as varying over the data axes.
       weights: This device's share of the frozen weights.
-      step: Optimizer steps done, for dropout; None means no dropout.
+      step: Optimizer steps done, for dropout, of a stack [A] those of each adapter;
+        None means no dropout.
     """
 
     adapters: Params
@@ -116,10 +115,10 @@ def evaluate(spec: StepSpec, inputs: Inputs, batch: Batch[jax.Array]) -> TokenLo
         for segment in _segments(spec, inputs.weights, part, max_length=length):
             x_BTD = passes.forward_only(run, segment, x_BTD)
     normed_BTD = spec.model.final_norm(_final_norm(spec, inputs.weights), x_BTD)
-    loss, _ = _token_losses(
+    loss_S, _ = _token_losses(
         spec, _head_table(spec, inputs.weights), normed_BTD, batch, with_grad=False
     )
-    return TokenLoss(loss, jnp.sum(batch.weights).astype(loss.dtype))
+    return token_adapters.sums(spec, loss_S, batch)
 
 
 def fill_arena(
@@ -155,30 +154,26 @@ def _tail_chunk(
         return spec.model.final_norm(_final_norm(spec, inputs.weights), x_BTD)
 
     normed_BTD, pullback = jax.vjp(norm, x_BTD)
-    loss, dx_BTD = _token_losses(
+    loss_S, dx_BTD = _token_losses(
         spec, tail.table, normed_BTD, rows.batch, with_grad=True
     )
     (dx_BTD,) = pullback(dx_BTD)
     state = Backwards(dx_BTD, arena, carry.grads)
     state = passes.backward(run, tail.segments, kept, state)
-    tokens = jnp.sum(rows.batch.weights).astype(loss.dtype)
-    total = TokenLoss(carry.total.loss + loss, carry.total.tokens + tokens)
+    sums = token_adapters.sums(spec, loss_S, rows.batch)
+    total = jax.tree.map(jnp.add, carry.total, sums)
     return TailSums(state.grads, total, state.arena), state.dx_BTD
 
 
 def _run(spec: StepSpec, inputs: Inputs, batch: Batch[jax.Array]) -> LayerRun:
-    drop = None
-    if inputs.step is not None and spec.dropout_rate > 0.0:
-        key = dropout.fold_in(dropout.key(spec.seed), inputs.step)
-        places = dropout.Places(batch.sample_ids, batch.positions)
-        drop = Dropout(key, places, spec.dropout_rate)
     return LayerRun(
         model=spec.model,
         axes=spec.data_axes,
         context=spec.model.context(batch),
-        drop=drop,
+        drop=token_adapters.drop(spec, inputs.step, batch),
         adapters=inputs.adapters,
-        scalings=lora.scaling_arrays(spec.adapters),
+        scalings=token_adapters.scalings(spec),
+        owners=token_adapters.owners(spec, batch),
     )
 
 
@@ -243,18 +238,18 @@ def _token_losses(
     *,
     with_grad: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(loss sum, gradient to `normed_BTD` or None)."""
+    """(loss of each token [S], gradient of their sum to `normed_BTD` or None)."""
     tokens = LossTokens(
         normed_BTD.reshape(-1, normed_BTD.shape[-1]),
         batch.targets.reshape(-1),
         batch.weights.reshape(-1),
     )
     if spec.plan.head is Table.SPLIT:
-        loss, dx_SD = vocabulary.value_and_grad(
+        loss_S, dx_SD = vocabulary.value_and_grad(
             tokens, table, axes=spec.data_axes, vocab_size=spec.model.vocab_size
         )
     elif with_grad:
-        loss, dx_SD = cross_entropy.value_and_grad(tokens, table)
+        loss_S, dx_SD = cross_entropy.value_and_grad(tokens, table)
     else:
         return cross_entropy.value(tokens, table), None
-    return loss, dx_SD.reshape(normed_BTD.shape)
+    return loss_S, dx_SD.reshape(normed_BTD.shape)

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mtuner_jax.adapters import lora
+from mtuner_jax.adapters.stacks import Stack
 from mtuner_jax.configs import ConfigError
 from mtuner_jax.devices import meshes, shardings
 from mtuner_jax.planning.costs import arena_layouts
@@ -33,6 +34,8 @@ class StepSpec:
       dropout_rate: lora_dropout.
       seed: Seed of the dropout masks.
       activation_dtype: What layers compute in; "" means what weights are stored in.
+      stack: Many adapters side by side, `adapters` as its `specs`, each with its own
+        dropout and seed; None for one adapter.
     """
 
     model: Decoder
@@ -42,6 +45,7 @@ class StepSpec:
     dropout_rate: float = 0.0
     seed: int = 0
     activation_dtype: str = ""
+    stack: Stack | None = None
 
     def __post_init__(self):
         if self.plan.num_layers != self.model.num_layers:

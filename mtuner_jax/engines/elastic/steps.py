@@ -20,7 +20,6 @@ from mtuner_jax.configs import ConfigError
 from mtuner_jax.devices import meshes
 from mtuner_jax.engines.elastic import microbatches, step_specs
 from mtuner_jax.engines.elastic.step_specs import StepSpec
-from mtuner_jax.ops import dropout
 from mtuner_jax.ops.cross_entropy.operands import TokenLoss
 from mtuner_jax.planning.plans import Plan
 from mtuner_jax.protocols.states import Batch, Params, StepMetrics, TrainState
@@ -46,13 +45,11 @@ def cut(batch: Batch, plan: Plan) -> Batch:
             f"{plan.rows} ({plan.accumulation} x {plan.num_devices} x "
             f"{plan.microbatch})"
         )
-    return Batch(
-        *(
-            np.pad(np.asarray(field), ((0, missing), (0, 0))).reshape(
-                plan.accumulation, -1, field.shape[-1]
-            )
-            for field in batch
-        )
+    return jax.tree.map(
+        lambda field: np.pad(np.asarray(field), ((0, missing), (0, 0))).reshape(
+            plan.accumulation, -1, field.shape[-1]
+        ),
+        batch,
     )
 
 
@@ -64,13 +61,11 @@ def rows_sharding(mesh: Mesh) -> NamedSharding:
 def put(batch: Batch, mesh: Mesh) -> Batch:
     """Sends a cut batch to the devices, rows split over them."""
     sharding = rows_sharding(mesh)
-    return Batch(
-        *(
-            jax.make_array_from_callback(
-                field.shape, sharding, lambda index, field=field: field[index]
-            )
-            for field in batch
-        )
+    return jax.tree.map(
+        lambda field: jax.make_array_from_callback(
+            field.shape, sharding, lambda index: field[index]
+        ),
+        batch,
     )
 
 
@@ -81,8 +76,8 @@ def init_state(spec: StepSpec, optimizer: optax.GradientTransformation) -> Train
         adapters = lora.init(spec.adapters, key)
         return TrainState(adapters, optimizer.init(adapters), jnp.int32(0))
 
-    key = jax.random.fold_in(jax.random.key(spec.seed), dropout.stable_hash("init"))
-    return jax.jit(init, out_shardings=state_shardings(spec, optimizer))(key)
+    shardings = state_shardings(spec, optimizer)
+    return jax.jit(init, out_shardings=shardings)(lora.init_key(spec.seed))
 
 
 def state_shardings(spec: StepSpec, optimizer: Any) -> Any:
@@ -156,7 +151,7 @@ def build_train(
     `state` and `arenas` are donated. `weights` is the tree of `layouts.layout`,
     `batch` that of `put`, `arenas` that of `init_arenas`.
     """
-    sums = _sharded_sums(spec)
+    sums = sharded_sums(spec)
 
     def train_step(
         state: TrainState, weights: Params, batch: Batch, kept: Arenas
@@ -212,10 +207,11 @@ def build_eval(
     return jax.jit(sharded_sums, compiler_options=compiler_options)
 
 
-def _sharded_sums(spec: StepSpec) -> Any:
+def sharded_sums(spec: StepSpec) -> Any:
     """(adapters, step, weights, batch, kept) -> (gradients, `TokenLoss`, kept).
 
-    Gradients and loss are sums over all tokens of the step and over all devices.
+    Gradients and loss are sums over all tokens of the step and over all devices. With
+    a stack of adapters, `step` is the steps of each and the loss that of each, [A].
     """
     axes = spec.data_axes
     adapter_specs = step_specs.adapter_specs(spec)
@@ -306,7 +302,8 @@ def _reduced(
 
 
 def _no_loss(spec: StepSpec) -> TokenLoss:
-    """Zero sums, in at least float32."""
-    zero = jnp.zeros((), jnp.promote_types(spec.dtype, jnp.float32))
+    """Zero sums, in at least float32; of each adapter where there is a stack."""
+    shape = () if spec.stack is None else (len(spec.stack.members),)
+    zero = jnp.zeros(shape, jnp.promote_types(spec.dtype, jnp.float32))
     zero = jax.lax.pcast(zero, spec.data_axes, to="varying")
     return TokenLoss(zero, zero)

@@ -13,7 +13,7 @@ BACK_ENDS = {"xla": reference}
 def value(
     tokens: LossTokens, table_VD: jax.Array, *, implementation: str = "xla"
 ) -> jax.Array:
-    """Weighted sum of -log p(target) over tokens; forward only.
+    """Weighted -log p(target) of each token; forward only.
 
     Args:
       tokens: S tokens.
@@ -21,7 +21,7 @@ def value(
       implementation: A key of `BACK_ENDS`.
 
     Returns:
-      Scalar sum in at least float32.
+      [S], in at least float32.
     """
     return BACK_ENDS[implementation].value(tokens, table_VD)
 
@@ -29,9 +29,9 @@ def value(
 def value_and_grad(
     tokens: LossTokens, table_VD: jax.Array, *, implementation: str = "xla"
 ) -> tuple[jax.Array, jax.Array]:
-    """As `value`, with its gradient to the token vectors from the same run.
+    """As `value`, with the gradient to the token vectors from the same run.
 
     Returns:
-      (scalar sum, gradient [S, D] in the dtype of the vectors).
+      ([S], gradient of its sum [S, D] in the dtype of the vectors).
     """
     return BACK_ENDS[implementation].value_and_grad(tokens, table_VD)

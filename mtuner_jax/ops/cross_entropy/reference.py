@@ -33,8 +33,7 @@ def cross_entropy(
     Returns:
       Scalar sum in at least float32.
     """
-    each = _each_loss(LossTokens(x_SD, targets_S, weights_S), table_VD)
-    return jnp.sum(each.loss_S * weights_S.astype(each.loss_S.dtype))
+    return jnp.sum(_weighted(LossTokens(x_SD, targets_S, weights_S), table_VD))
 
 
 class _EachLoss(NamedTuple):
@@ -72,10 +71,10 @@ def value(
     chunks = _chunks(tokens, order_S, num_rows=len(table_VD), limit_bytes=limit_bytes)
 
     def trained(chunk: LossTokens) -> jax.Array:
-        x_SD, targets_S, weights_S = chunk
-        return cross_entropy(x_SD, table_VD, targets_S, weights_S)
+        return _weighted(chunk, table_VD)
 
-    return _over_chunks(trained, chunks).sum()
+    losses = _over_chunks(trained, chunks)
+    return jnp.take(losses.reshape(-1), jnp.argsort(order_S))
 
 
 def value_and_grad(
@@ -88,15 +87,22 @@ def value_and_grad(
     def trained(chunk: LossTokens) -> tuple[jax.Array, jax.Array]:
         return _loss_and_grad(chunk, table_VD)
 
-    sums, dx = _over_chunks(trained, chunks)
-    dx_SD = jnp.take(dx.reshape(tokens.x_SD.shape), jnp.argsort(order_S), axis=0)
-    return sums.sum(), dx_SD
+    losses, dx = _over_chunks(trained, chunks)
+    back_S = jnp.argsort(order_S)
+    dx_SD = jnp.take(dx.reshape(tokens.x_SD.shape), back_S, axis=0)
+    return jnp.take(losses.reshape(-1), back_S), dx_SD
+
+
+def _weighted(tokens: LossTokens, table_VD: jax.Array) -> jax.Array:
+    """Each token's loss times its weight, [S]."""
+    loss_S = _each_loss(tokens, table_VD).loss_S
+    return loss_S * tokens.weights_S.astype(loss_S.dtype)
 
 
 def _loss_and_grad(
     tokens: LossTokens, table_VD: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """`cross_entropy` and its gradient to the token vectors, [S, D].
+    """`_weighted` and the gradient of its sum to the token vectors, [S, D].
 
     Differentiated by JAX the gradient's product has float32 probabilities on one side,
     and XLA multiplies in tf32 at half the speed; here they are rounded to the dtype of
@@ -109,7 +115,7 @@ def _loss_and_grad(
     share_SV = (share_SV - each.hit_SV.astype(wide)) * weights_S[:, None]
     share_SV = share_SV.astype(table_VD.dtype)
     dx_SD = jnp.einsum("sv,vd->sd", share_SV, table_VD, preferred_element_type=wide)
-    return jnp.sum(each.loss_S * weights_S), dx_SD.astype(tokens.x_SD.dtype)
+    return each.loss_S * weights_S, dx_SD.astype(tokens.x_SD.dtype)
 
 
 def _trained_first(tokens: LossTokens) -> jax.Array:

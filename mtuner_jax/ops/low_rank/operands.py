@@ -12,12 +12,13 @@ from mtuner_jax.ops import dropout
 
 
 class Lora(NamedTuple):
-    """One linear's adapter.
+    """One linear's adapter, or several side by side, each for tokens of its own.
 
     Attributes:
-      a_DR: [D, R], float32.
+      a_DR: [D, R], float32; of several adapters, R is the sum of their ranks.
       b_RF: [R, F], float32.
-      scaling: Scalar, float32.
+      scaling: Scalar, float32; of several adapters [B, T, R], 0 where a column is of
+        another adapter than the token.
     """
 
     a_DR: jax.Array
@@ -40,11 +41,17 @@ class Linear(NamedTuple):
 
 
 class Dropout(NamedTuple):
-    """Randomness of an adapter's input; rate 0 is no dropout."""
+    """Randomness of an adapter's input; rate 0 is no dropout.
+
+    Attributes:
+      key: Of all tokens, or of each.
+      places: Where each token comes from.
+      rate: Share that is dropped; a number, or [B, T] of each token.
+    """
 
     key: dropout.Key
     places: dropout.Places
-    rate: float
+    rate: float | jax.Array
 
 
 class LayerAdapters(NamedTuple):

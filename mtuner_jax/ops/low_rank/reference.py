@@ -28,7 +28,7 @@ def apply(
     loras = {i: one.lora for i, one in enumerate(linears) if one.lora is not None}
     if not loras:
         return outputs
-    if drop is not None and drop.rate > 0.0:
+    if drop is not None and (isinstance(drop.rate, jax.Array) or drop.rate > 0.0):
         x_BTD = dropout.apply(x_BTD, drop.key, drop.places, rate=drop.rate)
     updates = low_rank(x_BTD, list(loras.values()))
     for i, update_BTF in zip(loras, updates, strict=True):

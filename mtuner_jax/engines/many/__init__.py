@@ -1,0 +1,1 @@
+"""Many adapters in one run: their state, their optimizer, their step."""
