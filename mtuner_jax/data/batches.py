@@ -1,6 +1,7 @@
 """Rows of samples to the arrays of a step; the one place where labels are shifted."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,6 +34,22 @@ def shift(
     return targets, weights
 
 
+class Placed(NamedTuple):
+    """A document in a row.
+
+    Attributes:
+      samples: Where it is from.
+      index: Which of them.
+      adapter: Whom it trains, where there are several.
+      start: Its first place in the row.
+    """
+
+    samples: Samples
+    index: int
+    adapter: int = 0
+    start: int = 0
+
+
 def assemble(
     samples: Samples,
     rows: Sequence[np.ndarray],
@@ -48,20 +65,46 @@ def assemble(
     Returns:
       Numpy arrays [num_rows, max_length]; rows that are not given are padding.
     """
+    placed = []
+    for members in rows:
+        ends = np.cumsum(samples.lengths[members]).tolist()
+        starts = [0, *ends[:-1]]
+        placed.append(
+            [
+                Placed(samples, index, start=start)
+                for index, start in zip(members.tolist(), starts, strict=True)
+            ]
+        )
+    return lay(placed, num_rows=num_rows, max_length=max_length)
+
+
+def lay(
+    rows: Sequence[Sequence[Placed]],
+    *,
+    num_rows: int,
+    max_length: int,
+    several: bool = False,
+) -> Batch:
+    """As `assemble`, with documents where they are to lie, of whichever data.
+
+    Args:
+      rows: For each row, the documents in it, which don't overlap.
+      several: Whether they are of several adapters, and `adapter_ids` says which.
+    """
     shape = (num_rows, max_length)
-    input_ids, segment_ids, positions, sample_ids = np.zeros((4, *shape), np.int32)
+    fields = np.zeros((5, *shape), np.int32)
+    input_ids, segment_ids, positions, sample_ids, adapter_ids = fields
     trained = np.zeros(shape, bool)
     for row, members in enumerate(rows):
-        start = 0
-        for segment, index in enumerate(members.tolist(), start=1):
-            ids, mask = samples.tokens(index)
-            place = (row, slice(start, start + len(ids)))
+        for segment, one in enumerate(members, start=1):
+            ids, mask = one.samples.tokens(one.index)
+            place = (row, slice(one.start, one.start + len(ids)))
             input_ids[place] = ids
             trained[place] = mask
             segment_ids[place] = segment
             positions[place] = np.arange(len(ids))
-            sample_ids[place] = samples.sample_ids[index]
-            start += len(ids)
+            sample_ids[place] = one.samples.sample_ids[one.index]
+            adapter_ids[place] = one.adapter
     targets, weights = shift(input_ids, trained, segment_ids)
     return Batch(
         input_ids=input_ids,
@@ -70,4 +113,5 @@ def assemble(
         segment_ids=segment_ids,
         positions=positions,
         sample_ids=sample_ids,
+        adapter_ids=adapter_ids if several else None,
     )

@@ -68,14 +68,26 @@ class TrainData:
         return self
 
     def __next__(self) -> Batch:
-        members = [self.rows[row] for row in next(self._iterator)]
-        self._samples_seen += sum(map(len, members))
         return batches.assemble(
             self.samples,
-            members,
+            self.take(),
             num_rows=self.global_batch_size,
             max_length=self.max_length,
         )
+
+    def take(self) -> list[np.ndarray]:
+        """The samples of the next batch, by row."""
+        members = [self.rows[row] for row in next(self._iterator)]
+        self._samples_seen += sum(map(len, members))
+        return members
+
+    def coming(self, number: int) -> list[np.ndarray]:
+        """Lengths of the samples of the next batches, which are not taken."""
+        state, seen = self._iterator.get_state(), self._samples_seen
+        taken = [np.concatenate(self.take()) for _ in range(number)]
+        self._iterator.set_state(state)
+        self._samples_seen = seen
+        return [self.samples.lengths[indices] for indices in taken]
 
     @property
     def steps(self) -> int:

@@ -128,9 +128,15 @@ def compile_train(
       optimizer: Its optimizer.
       max_length: Tokens in a row (T).
     """
-    engine = ElasticEngine(
-        spec=spec, optimizer=optimizer, max_length=max_length, load_weights=dict
+    return compile_engine(
+        ElasticEngine(
+            spec=spec, optimizer=optimizer, max_length=max_length, load_weights=dict
+        )
     )
+
+
+def compile_engine(engine: ElasticEngine) -> CompileOnly:
+    """Compiles the training step of an engine whose mesh is one of `topology_mesh`."""
     start = time.perf_counter()
     with _uncached():
         compiled = engine.compile()

@@ -54,6 +54,8 @@ class Workload:
       attended: Share of a row's scores that lie within documents; 1 for rows of one.
       low_rank: Implementation of adapters, a row of `costs.fitted.LOW_RANK`.
       dropout: Whether adapters have dropout.
+      stacked: Adapters that train together, whose state also has the gradients of
+        batches that have begun; 0 for a run of one.
       qk_norm: Whether queries and keys are normed, head by head, before rotation.
     """
 
@@ -75,6 +77,7 @@ class Workload:
     attended: float = 1.0
     low_rank: str = "xla"
     dropout: bool = False
+    stacked: int = 0
     qk_norm: bool = False
 
     @property

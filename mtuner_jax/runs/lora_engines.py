@@ -17,6 +17,7 @@ import optax
 from jax.experimental import multihost_utils
 
 from mtuner_jax.adapters import lora
+from mtuner_jax.adapters.stacks import Stack
 from mtuner_jax.checkpoints import hf_import
 from mtuner_jax.configs import ConfigError, RunConfig
 from mtuner_jax.devices import detection, meshes
@@ -63,6 +64,27 @@ class LoraJob:
     optimizer: optax.GradientTransformation
     learning_rate: optax.Schedule
     run: run_dirs.RunDir
+
+    @property
+    def stack(self) -> Stack | None:
+        """Adapters that train together; None for a run of one."""
+        return None
+
+    def engine(
+        self,
+        spec: StepSpec,
+        *,
+        load_weights: Callable[[], Params],
+        profile_directory: pathlib.Path | None,
+    ) -> ElasticEngine:
+        """The engine of a plan; nothing is loaded."""
+        return ElasticEngine(
+            spec=spec,
+            optimizer=self.optimizer,
+            max_length=self.config.max_length,
+            load_weights=load_weights,
+            profile_directory=profile_directory,
+        )
 
     @property
     def dtype(self) -> str:
@@ -121,7 +143,7 @@ class EngineBuilder:
     def __init__(self, job: LoraJob):
         self.job = job
         request = job.request()
-        self.model = requests.resolve(job.opened.shape, request)
+        self.model = requests.resolve(job.opened.shape, request, stack=job.stack)
         self.expected = "not priced"
         self._inputs = self._priced(request)
         self._host_bytes = 0 if job.devices.on_gpu else hosts.available_bytes()
@@ -295,15 +317,14 @@ class EngineBuilder:
             adapters=self.model.adapters,
             dropout_rate=job.config.lora.lora_dropout,
             seed=job.config.seed,
+            stack=job.stack,
         )
         several_gpus = job.devices.on_gpu and spec.mesh.size > 1
         cache = detection.jax_option("jax_compilation_cache_dir") or ""
         profiles = pathlib.Path(cache, "profiles")
         guided = several_gpus and job.config.profile_guided
-        return ElasticEngine(
-            spec=spec,
-            optimizer=job.optimizer,
-            max_length=job.config.max_length,
+        return job.engine(
+            spec,
             load_weights=lambda: _load(job, spec),
             profile_directory=profiles if guided else None,
         )
@@ -338,11 +359,7 @@ class EngineBuilder:
         except ConfigError as error:
             _logger.info("memory was not checked by compiling: %s", error)
             return None
-        result = compile_only.compile_train(
-            dataclasses.replace(spec, mesh=mesh),
-            engine.optimizer,
-            max_length=engine.max_length,
-        )
+        result = compile_only.compile_engine(engine.on(mesh))
         return result.allocated.total + result.cudnn_workspace_bytes
 
 

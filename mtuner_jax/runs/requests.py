@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 from mtuner_jax.adapters import lora
+from mtuner_jax.adapters.stacks import Stack
 from mtuner_jax.configs import ConfigError, LoraConfig
 from mtuner_jax.devices import meshes, shardings
 from mtuner_jax.hardware import machines
@@ -133,8 +134,15 @@ def make(shape: ModelShape, request: StepRequest) -> PlanningInputs:
     return priced(resolve(shape, request).workload, request)
 
 
-def resolve(shape: ModelShape, request: StepRequest) -> ResolvedModel:
+def resolve(
+    shape: ModelShape, request: StepRequest, *, stack: Stack | None = None
+) -> ResolvedModel:
     """Joins model, adapters and batch, whatever the machine.
+
+    Args:
+      shape: The model.
+      request: The step; its `lora` is not used where there is a stack.
+      stack: Many adapters that train together.
 
     Raises:
       ConfigError: Target modules that the model does not have.
@@ -142,9 +150,14 @@ def resolve(shape: ModelShape, request: StepRequest) -> ResolvedModel:
     decoder = shape.decoder(
         attention=request.attention, most_documents=request.documents.most
     )
-    adapters = lora.resolve(
-        request.lora, decoder.linears(), num_layers=shape.num_layers
-    )
+    if stack is None:
+        adapters = lora.resolve(
+            request.lora, decoder.linears(), num_layers=shape.num_layers
+        )
+        rates = [request.lora.lora_dropout]
+    else:
+        adapters = stack.specs
+        rates = [member.dropout_rate for member in stack.members]
     ranks = {spec.module: spec.max_rank for spec in adapters}
     shapes = decoder.shapes()
     workload = Workload(
@@ -179,7 +192,8 @@ def resolve(shape: ModelShape, request: StepRequest) -> ResolvedModel:
         activation_dtype=request.dtype,
         attention=request.attention,
         attended=request.documents.attended,
-        dropout=request.lora.lora_dropout > 0,
+        dropout=any(rates),
+        stacked=0 if stack is None else len(stack.members),
     )
     return ResolvedModel(decoder=decoder, adapters=adapters, workload=workload)
 

@@ -114,7 +114,7 @@ run = configs.RunConfig(
 tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(tokenizer)
 train = loading.load(run, tokenizer, global_batch_size=4).train
 train.set_state(state)
-batches = [[field.tolist() for field in next(train)] for _ in range(steps)]
+batches = [[field.tolist() for field in next(train)[:6]] for _ in range(steps)]
 print(json.dumps([batches, train.get_state(), train.epoch]))
 """
 
@@ -143,7 +143,7 @@ def test_a_new_process_goes_on_where_the_old_one_stopped(tmp_path, packing):
         next(train)
     state = train.get_state()
     got = run_process(path, tokenizer, packing, state, 12)
-    batches = [[field.tolist() for field in next(train)] for _ in range(12)]
+    batches = [[field.tolist() for field in next(train)[:6]] for _ in range(12)]
     assert got == [batches, train.get_state(), train.epoch]
 
 

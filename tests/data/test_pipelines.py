@@ -65,7 +65,7 @@ def test_the_last_batch_of_an_epoch_is_padded():
     shapes = set()
     for step in range(10):
         batch = next(data)
-        shapes.update(array.shape for array in batch)
+        shapes.update(array.shape for array in batch[:6])
         if step % 5 == 4:
             assert batch.weights[:2].any(axis=1).all()
             assert not batch.weights[2:].any()

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +16,14 @@ from mtuner_jax.engines import compiling, profile_guided
 from mtuner_jax.engines.elastic import steps
 from mtuner_jax.engines.elastic.step_specs import StepSpec
 from mtuner_jax.ops.cross_entropy.operands import TokenLoss
-from mtuner_jax.protocols.states import Batch, Params, StepMetrics, TrainState
+from mtuner_jax.protocols.engines import State
+from mtuner_jax.protocols.states import Batch, Params, TrainState
 
 
 class StepArguments(NamedTuple):
     """A step's inputs as `jax.ShapeDtypeStruct` with shardings."""
 
-    state: TrainState
+    state: Any
     weights: Params
     batch: Batch
     arenas: steps.Arenas
@@ -56,8 +57,12 @@ class ElasticEngine:
     @functools.cached_property
     def step(self) -> profile_guided.GuidedStep:
         """(state, weights, batch, arenas) -> (state, StepMetrics, arenas)."""
+        return self.guided(steps.build_train(self.spec, self.optimizer))
+
+    def guided(self, jitted: Any) -> profile_guided.GuidedStep:
+        """A jitted step with this engine's compiler options and profiles."""
         return profile_guided.GuidedStep(
-            steps.build_train(self.spec, self.optimizer),
+            jitted,
             compiler_options=self._options | self.compiler_options,
             profile_directory=self.profile_directory,
         )
@@ -89,15 +94,15 @@ class ElasticEngine:
         """Frees weights and arenas."""
         self.weights, self.arenas = None, {}
 
-    def init(self) -> TrainState:
+    def init(self) -> State:
         """Fresh adapters and moments."""
         return steps.init_state(self.spec, self.optimizer)
 
-    def abstract_state(self) -> TrainState:
+    def abstract_state(self) -> State:
         """Shapes, dtypes and shardings of the state."""
         return abstract_state(self.spec, self.optimizer)
 
-    def train(self, state: TrainState, rows: Batch) -> tuple[TrainState, StepMetrics]:
+    def train(self, state: State, rows: Any) -> tuple[State, Any]:
         """One optimizer step on a global batch [B, T]; `state` is donated."""
         state, metrics, self.arenas = self.step(
             state, self.weights, self.put(rows), self.arenas
@@ -108,7 +113,7 @@ class ElasticEngine:
         """Sums over a batch [B, T], on their way."""
         return self._evaluation(state.adapters, self.weights, self.put(rows))
 
-    def export(self, state: TrainState) -> Params:
+    def export(self, state: State) -> Params:
         """{module: {"lora_a": [L, D, R], "lora_b": [L, R, F]}} on the host."""
         return jax.device_get(state.adapters)
 
@@ -118,9 +123,16 @@ class ElasticEngine:
 
     def compile(self) -> jax.stages.Compiled:
         """Compiles the training step; nothing has to be loaded for it."""
-        return self.step.compile(
-            *abstract_arguments(self.spec, self.optimizer, max_length=self.max_length)
-        )
+        return self.step.compile(*self.arguments())
+
+    def arguments(self) -> tuple[Any, ...]:
+        """The training step's inputs, without allocating any."""
+        return abstract_arguments(self.spec, self.optimizer, max_length=self.max_length)
+
+    def on(self, mesh: jax.sharding.Mesh) -> Self:
+        """The same engine on other devices, with nothing loaded."""
+        spec = dataclasses.replace(self.spec, mesh=mesh)
+        return dataclasses.replace(self, spec=spec, weights=None, arenas={})
 
     def put(self, rows: Batch) -> Batch:
         """A global batch [B, T] on the devices, cut as the plan runs it."""
@@ -168,6 +180,11 @@ def abstract_arguments(
       optimizer: Its optimizer.
       max_length: Tokens in a row (T).
     """
+    return arguments_with(abstract_state(spec, optimizer), spec, max_length=max_length)
+
+
+def arguments_with(state: Any, spec: StepSpec, *, max_length: int) -> StepArguments:
+    """The inputs of a training step of any state, without allocating any."""
     plan, mesh = spec.plan, spec.mesh
     shape = (plan.accumulation, plan.num_devices * plan.microbatch, max_length)
     rows = steps.rows_sharding(mesh)
@@ -179,7 +196,7 @@ def abstract_arguments(
         if name != "adapter_ids" or spec.stack is not None
     }
     return StepArguments(
-        state=abstract_state(spec, optimizer),
+        state=state,
         weights=jax.tree.map(lambda row: row.abstract(mesh), spec.table),
         batch=Batch(**batch),
         arenas=steps.abstract_arenas(spec, max_length=max_length),

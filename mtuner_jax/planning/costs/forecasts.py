@@ -231,22 +231,42 @@ def static_bytes(workload: Workload, choices: StepChoices) -> StaticBytes:
     devices = choices.num_devices
     adapters = workload.num_adapter_weights * _WIDE_BYTES
     sharded = choices.adapters is AdapterState.SHARDED and devices > 1
-    results = 3 * (2 * len(workload.adapted) + 1) + 3  # adapters, moments, counters
+    copies, counters, metrics = _state(workload)
+    results = copies * 2 * len(workload.adapted) + 3 + 3  # arrays, counters, metrics
     tokens = choices.microbatch * workload.max_length
     stream = stream_bytes(sites.main(choices, workload))
     gathered = transients.gathered_bytes(workload, choices.head, devices=devices)
     return StaticBytes(
         tables=_table_bytes(workload, choices),
-        adapters=3 * -(-adapters // (devices if sharded else 1)) + 3 * _WIDE_BYTES,
+        adapters=copies * -(-adapters // (devices if sharded else 1)) + counters,
         batch=choices.accumulation
         * tokens
         * _WIDE_BYTES
-        * (6 if workload.dropout else 5),  # jit drops fields that are not used
-        outputs=results * POINTER_BYTES + 3 * _WIDE_BYTES,  # and the metrics
+        # jit drops fields that are not used.
+        * (5 + bool(workload.dropout) + bool(workload.stacked)),
+        outputs=results * POINTER_BYTES + metrics,
         gradients=(2 if sharded else 1) * adapters,
         boundary=2 * stream + gathered if choices.tail_chunks > 1 else 0,
         loss_transient=_loss_transient(workload, choices),
     )
+
+
+class _State(NamedTuple):
+    """Float32 copies of the adapters, and bytes of counters and of metrics."""
+
+    copies: int
+    counters: int
+    metrics: int
+
+
+def _state(workload: Workload) -> _State:
+    """Adapters and two moments; of a stack the sums of begun batches, too."""
+    number = workload.stacked
+    if not number:
+        return _State(3, 3 * _WIDE_BYTES, 3 * _WIDE_BYTES)
+    flags = number  # whose batches end
+    each = 3 * number * _WIDE_BYTES
+    return _State(4, each + _WIDE_BYTES + flags, each + 1)
 
 
 def _loss_transient(workload: Workload, choices: StepChoices) -> int:

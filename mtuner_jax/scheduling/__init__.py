@@ -1,0 +1,1 @@
+"""Which samples of which adapters run together; no JAX."""
